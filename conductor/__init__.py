@@ -1,0 +1,1 @@
+"""The Conductor: places every request over the three pools and follows it to its end."""

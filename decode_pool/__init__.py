@@ -1,0 +1,1 @@
+"""The decode pool: continuous batching over KV that others computed; streams tokens."""

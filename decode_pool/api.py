@@ -1,0 +1,72 @@
+"""What the decode pool promises. Read this first; nothing here does work."""
+
+from enum import Enum
+
+from engine.api import Sampled, Sampling
+from kvcache_pool.api import Grant, Place
+from protocol.errors import RemoteError
+from protocol.ids import BlockHash, RequestId
+from protocol.message import Message
+
+
+class DecodeBusy(RemoteError):
+    """The instance's queue is full."""
+
+    kind = "decode_busy"
+
+
+class TooLong(RemoteError):
+    """The request could never fit in the instance's memory, even alone."""
+
+    kind = "too_long"
+
+
+class Decode(Message):
+    """Continue a request whose KV is in the pool. Answered by a stream: Joined, Token..., Ended.
+
+    `sources` cover all tokens but the last of `output`, whose KV the first step computes. A block that
+    cannot be loaded is recomputed here.
+    """
+
+    request: RequestId
+    choice: int
+    prompt: list[int]
+    output: list[int]
+    """Tokens of the answer so far, at least one."""
+    blocks: list[BlockHash]
+    """The names of the full blocks of the tokens that `sources` cover."""
+    tenant: str
+    salt: str
+    """With the manifest, what block names start from: full blocks made by decoding are written back."""
+    sources: list[Grant]
+    places: list[Place]
+    sampling: Sampling
+
+
+class Joined(Message):
+    """The KV has been loaded: the pool's lease on it is no longer needed."""
+
+    queue_s: float
+    load_s: float
+    loaded_tokens: int
+
+
+class Token(Message):
+    """The next token of the answer."""
+
+    sampled: Sampled
+
+
+class EndReason(Enum):
+    """Why a stream ended, in OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class Ended(Message):
+    """The last item of the stream."""
+
+    reason: EndReason
+    step_s: float
+    """Mean time of the steps that the request was part of."""

@@ -1,0 +1,1 @@
+"""The model and its paged memory, shared by both compute pools."""

@@ -1,0 +1,1 @@
+"""Every operation of the model that is worth a kernel, as plain functions over tensors."""

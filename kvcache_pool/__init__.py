@@ -1,0 +1,1 @@
+"""The KVCache pool: content-addressed KV blocks in CPU memory, found by prefix, moved layer by layer."""

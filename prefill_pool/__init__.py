@@ -1,0 +1,1 @@
+"""The prefill pool: computes the KV cache of prompts."""

@@ -1,0 +1,1 @@
+"""What every process must agree on: messages, rpc, block names and layout, cluster configuration."""

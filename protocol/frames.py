@@ -1,0 +1,87 @@
+"""Frames: one header in msgpack, then raw buffers. What a ZeroMQ multipart message holds between any two of us.
+
+    frame 0   [version, kind, call, seconds left | nil, tag, fields]      small
+    frame 1.. raw bytes, never copied into the header                     KV, mostly
+
+`call` is the client's number for a conversation; every answer repeats it. Deadlines travel as seconds
+left, since clocks differ between hosts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import msgpack
+
+from protocol.cluster import PROTOCOL_VERSION
+from protocol.errors import BadMessage
+from protocol.message import Message, build, pack, unpack_plain
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Kind(IntEnum):
+    """What a header is for. The first three go to the server, the others come back."""
+
+    CALL = 1
+    """Run this; answer with REPLY, or any number of ITEMs and a REPLY, or ERROR."""
+    CANCEL = 2
+    """The caller has lost interest: stop. No answer."""
+    ALIVE = 3
+    """The caller lives and still waits for its open calls. No answer."""
+    REPLY = 4
+    """The last answer of a call."""
+    ITEM = 5
+    """One item of a stream."""
+    ERROR = 6
+    """The call failed: tag is the error's kind, fields its text."""
+
+
+KINDS = frozenset(int(kind) for kind in Kind)
+
+
+@dataclass(frozen=True)
+class Header:
+    """A header, taken apart. `fields` is a map for a message and text for an error."""
+
+    kind: Kind
+    call: int
+    within_s: float | None
+    tag: str
+    fields: Any
+
+    def message(self) -> Message:
+        """The message in this header. Raises BadMessage."""
+        message_kind = Message.tags.get(self.tag)
+        if message_kind is None:
+            raise BadMessage(f"unknown message {self.tag[:64]!r}")
+        return build(message_kind, self.fields)
+
+
+def encode(kind: Kind, call: int, message: Message | None = None, within_s: float | None = None) -> bytes:
+    """A header that carries `message`, or none."""
+    tag = type(message).__name__ if message is not None else ""
+    body = pack(message) if message is not None else b"\xc0"
+    # The fields are packed already: splice them in as the last element of the array of six.
+    return b"\x96" + b"".join(map(msgpack.packb, (PROTOCOL_VERSION, int(kind), call, within_s, tag))) + body
+
+
+def encode_error(call: int, error_kind: str, text: str) -> bytes:
+    """A header that says that a call failed."""
+    header: bytes = msgpack.packb([PROTOCOL_VERSION, int(Kind.ERROR), call, None, error_kind, text])
+    return header
+
+
+def decode(frames: Sequence[Buffer]) -> tuple[Header, list[memoryview]]:
+    """A header and the buffers after it. Raises BadMessage on anything else."""
+    if not frames:
+        raise BadMessage("no frames")
+    match unpack_plain(bytes(frames[0])):
+        case [int(version), int(kind), int(call), (None | int() | float()) as within_s, str(tag), fields]:
+            if version != PROTOCOL_VERSION:
+                raise BadMessage(f"protocol version {version}, not {PROTOCOL_VERSION}")
+            if kind not in KINDS:
+                raise BadMessage(f"unknown kind of frame {kind}")
+            return Header(Kind(kind), call, within_s, tag, fields), [memoryview(f) for f in frames[1:]]
+    raise BadMessage("a header of another shape")

@@ -1,0 +1,155 @@
+"""Messages: frozen dataclasses that travel as msgpack and are checked field by field on arrival.
+
+A message on the wire is a msgpack map of its field names, beside a tag (its class name). Fields may be
+`int float str bool bytes`, `None` unions, `list[T]`, `dict[str, T]`, string enums and other messages. A
+missing field takes its default; an unknown field, a wrong type or a value that the class's own
+`__post_init__` refuses is a `BadMessage`. Nothing is ever evaluated, looked up by attribute or unpickled.
+"""
+
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
+from enum import Enum
+from functools import cache
+from typing import Any, ClassVar, TypeVar, dataclass_transform
+
+import msgpack
+
+from protocol.errors import BadMessage
+
+MESSAGE_BYTES_MAX = 16 << 20
+"""A header larger than this is refused unread: 1 M tokens as integers are 5 MB, so this is no prompt."""
+
+Check = Callable[[Any], Any]
+M = TypeVar("M", bound="Message")
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+class Message:
+    """Base of all messages. Subclassing makes a frozen dataclass and registers its name as the tag."""
+
+    tags: ClassVar[dict[str, type["Message"]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
+        assert cls.__name__ not in Message.tags, f"two messages named {cls.__name__}"
+        Message.tags[cls.__name__] = cls
+
+
+def pack(message: Message) -> bytes:
+    """The message's fields as msgpack, without its tag."""
+    return msgpack.packb(_plain(message), use_bin_type=True)  # type: ignore[no-any-return]
+
+
+def unpack(tag: str, data: bytes | memoryview) -> Message:
+    """The message that `tag` and `data` spell. Raises BadMessage."""
+    kind = Message.tags.get(tag)
+    if kind is None:
+        raise BadMessage(f"unknown message {tag[:64]!r}")
+    return build(kind, unpack_plain(data))
+
+
+def unpack_plain(data: bytes | memoryview) -> Any:
+    """Any msgpack value within the size limit. Raises BadMessage."""
+    if len(data) > MESSAGE_BYTES_MAX:
+        raise BadMessage(f"a message of {len(data)} bytes; the limit is {MESSAGE_BYTES_MAX}")
+    try:
+        return msgpack.unpackb(data, raw=False, strict_map_key=True)
+    except Exception as error:  # msgpack raises half a dozen unrelated classes on bad input
+        raise BadMessage(f"not msgpack: {type(error).__name__}") from error
+
+
+def build(kind: type[M], value: Any) -> M:
+    """A `kind` from a plain map, every field checked. Raises BadMessage."""
+    if type(value) is not dict:
+        raise BadMessage(f"{kind.__name__} is not a map")
+    checks, required = _schema(kind)  # type: ignore[arg-type]
+    unknown = value.keys() - checks.keys()
+    missing = required - value.keys()
+    if unknown or missing:
+        raise BadMessage(f"{kind.__name__}: unknown fields {sorted(unknown)}, missing {sorted(missing)}")
+    try:
+        return kind(**{name: checks[name](entry) for name, entry in value.items()})
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadMessage(f"{kind.__name__}: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Message):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}  # type: ignore[arg-type]
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, list) and value and isinstance(value[0], (Message, Enum, list)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+@cache
+def _schema(kind: type[Message]) -> tuple[dict[str, Check], frozenset[str]]:
+    hints = typing.get_type_hints(kind)
+    declared = fields(kind)  # type: ignore[arg-type]
+    required = frozenset(f.name for f in declared if f.default is MISSING and f.default_factory is MISSING)
+    return {f.name: _check(hints[f.name], f.name) for f in declared}, required
+
+
+def _check(hint: Any, name: str) -> Check:
+    """A function that returns a value of type `hint` or raises ValueError naming the field."""
+    while hasattr(hint, "__supertype__"):  # NewType
+        hint = hint.__supertype__
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        inner = [arg for arg in arguments if arg is not type(None)]
+        assert (len(inner), len(arguments)) == (1, 2), f"{name}: only `T | None` unions travel"
+        return _optional(_check(inner[0], name))
+    if origin is list:
+        return _list_of(arguments[0], name)
+    if origin is dict:
+        return _dict_of(_check(arguments[1], name), name)
+    if isinstance(hint, type) and issubclass(hint, Message):
+        return lambda value: build(hint, value)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return hint
+    return _exactly(hint, name)
+
+
+def _exactly(kind: type, name: str) -> Check:
+    assert kind in (int, float, str, bool, bytes), f"{name}: {kind} does not travel"
+
+    def check(value: Any) -> Any:
+        if type(value) is kind:
+            return value
+        if kind is float and type(value) is int:
+            return float(value)
+        raise ValueError(f"{name} must be {kind.__name__}, not {type(value).__name__}")
+
+    return check
+
+
+def _optional(inner: Check) -> Check:
+    return lambda value: None if value is None else inner(value)
+
+
+def _list_of(hint: Any, name: str) -> Check:
+    item = _check(hint, name)
+    plain = getattr(hint, "__supertype__", hint)
+
+    def check(value: Any) -> Any:
+        if type(value) is not list:
+            raise ValueError(f"{name} must be a list, not {type(value).__name__}")
+        if plain in (int, bytes, str) and all(type(entry) is plain for entry in value):
+            return value  # token ids and hashes come by the thousand: one cheap pass
+        return [item(entry) for entry in value]
+
+    return check
+
+
+def _dict_of(item: Check, name: str) -> Check:
+    def check(value: Any) -> Any:
+        if type(value) is not dict or not all(type(key) is str for key in value):
+            raise ValueError(f"{name} must be a map with text keys")
+        return {key: item(entry) for key, entry in value.items()}
+
+    return check

@@ -1,0 +1,114 @@
+"""Who is alive: what an instance tells the registry, and what it hears back.
+
+The registry is embedded in the Conductor. An instance registers once a life, then reports every
+REPORT_EVERY_S; a report that the registry does not recognise (it restarted, or has given the
+instance up for dead) is answered by `known=False`, and the instance registers again.
+"""
+
+from enum import Enum
+
+from protocol.cluster import Manifest
+from protocol.errors import RemoteError
+from protocol.ids import Incarnation, InstanceId
+from protocol.message import Message
+
+REPORT_EVERY_S = 0.5
+"""Often enough that a queue seen by the Conductor is half a second old at worst."""
+
+DEAD_AFTER_S = 3.0
+"""Six reports missed. A loop that is stuck this long would break any latency limit anyway."""
+
+
+class Pool(Enum):
+    """Which pool an instance belongs to."""
+
+    PREFILL = "prefill"
+    KVCACHE = "kvcache"
+    DECODE = "decode"
+
+
+class Superseded(RemoteError):
+    """A newer incarnation has registered under the same name; the older one must end."""
+
+    kind = "superseded"
+
+
+class Register(Message):
+    """An instance that has passed its self-test joins. Answered by Welcome, or by Mismatch or Superseded."""
+
+    instance: InstanceId
+    incarnation: Incarnation
+    pool: Pool
+    address: str
+    """Where its service listens."""
+    host: str
+    """Which machine it is on: shared memory reaches as far as equal hosts."""
+    manifest: Manifest
+    directory: bool = False
+    """Whether this KVCache instance keeps the pool's directory."""
+
+
+class GetManifest(Message):
+    """Asked by a KVCache instance, which has no model of its own, before it can lay out its memory."""
+
+
+class Load(Message):
+    """What an instance is doing at this moment. Fields that a pool does not have stay 0."""
+
+    running: int = 0
+    """Requests in the current step."""
+    waiting: int = 0
+    """Requests accepted and not yet running."""
+    waiting_tokens: int = 0
+    """Tokens that those requests (and the rest of the running prefills) still have to compute."""
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_leased: int = 0
+    blocks_pending: int = 0
+    """Reserved and not committed (a KVCache instance), or being loaded (a compute instance)."""
+    steps: int = 0
+    """Forward passes since the start."""
+    step_age_s: float = 0.0
+    """Since the last pass ended, while there is work; 0 when idle."""
+    step_s: float = 0.0
+    """Time of a step, a moving mean; 0 before the first."""
+    tokens_s: float = 0.0
+    """Tokens computed in a second of stepping, a moving mean; 0 before the first."""
+    evicted: int = 0
+    """Blocks evicted since the start."""
+    preempted: int = 0
+    """Requests preempted since the start."""
+    bad_frames: int = 0
+    """Frames dropped because they were no message."""
+
+
+class Report(Message):
+    """The heartbeat. Answered by Heard."""
+
+    instance: InstanceId
+    incarnation: Incarnation
+    load: Load
+
+
+class Leave(Message):
+    """The instance ends in good order. Answered by Heard."""
+
+    instance: InstanceId
+    incarnation: Incarnation
+
+
+class Heard(Message):
+    """Answer to a report (and, as Welcome's part, to a registration)."""
+
+    known: bool
+    """False: register again."""
+    directory: str | None
+    """Where the KVCache pool's directory listens; None while there is none."""
+    home: str | None = None
+    """The segment nearest to this compute instance; None while there is none."""
+
+
+class Welcome(Message):
+    """Answer to Register."""
+
+    heard: Heard

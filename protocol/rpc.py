@@ -1,0 +1,376 @@
+"""Calls between processes: ask and get one answer, or a stream of them; cancel; deadlines; lost peers.
+
+    client                                   server
+      CALL n  ────────────────────────────>  handler(message, buffers) runs as a task
+      ALIVE   ──── while calls are open ──>  (a silent client's calls are cancelled after SILENT_S)
+              <──────────────  ITEM n ...    what the handler sends
+              <──────────────  REPLY n       what the handler returns   } exactly one of these,
+              <──────────────  ERROR n       what the handler raised    } unless the client cancelled
+      CANCEL n ───────────────────────────>  the task is cancelled
+
+A client whose connection breaks fails all its open calls with PeerLost at once. The next call goes to
+whoever listens there then: retrying is the caller's decision.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TypeVar
+
+from protocol.errors import BadMessage, DangoError, DeadlineExceeded, PeerLost, RemoteError
+from protocol.frames import Buffer, Header, Kind, decode, encode, encode_error
+from protocol.message import Message
+from protocol.transport import Link, Port, Transport
+
+ALIVE_EVERY_S = 1.0
+SILENT_S = 5.0
+"""Five beats missed: the client is gone, and what it asked for is wasted work."""
+
+CONNECT_S = 2.0
+"""A process on the same network that cannot be reached for this long is not there."""
+
+CALLS_MAX = 4096
+"""Open calls of one server. A Conductor bounds its requests far below; this stops a client gone mad."""
+
+CALL_S_MAX = 3600.0
+"""No call runs longer, whatever its caller says."""
+
+STREAM_ITEMS_MAX = 1 << 18
+"""Items that a client buffers of one stream: more tokens than any context holds, so only a fault fills it."""
+
+log = logging.getLogger("dango.rpc")
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back: a message and the buffers beside it."""
+
+    message: Message
+    buffers: list[memoryview]
+
+
+@dataclass
+class _Call:
+    inbox: asyncio.Queue[Answer | DangoError | None] = field(
+        default_factory=lambda: asyncio.Queue(STREAM_ITEMS_MAX)
+    )
+    final: bool = False
+
+
+class Client:
+    """One connection to one server. Use `async with`, or `start` and `aclose`."""
+
+    def __init__(self, transport: Transport, address: str) -> None:
+        self.address = address
+        self._transport = transport
+        self._link: Link | None = None
+        self._numbers = itertools.count(1)
+        self._open: dict[int, _Call] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self.bad_frames = 0
+
+    def start(self) -> "Client":
+        """Connect, and begin to receive. The client owns two tasks until `aclose`."""
+        self._link = self._transport.connect(self.address)
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._beat())]
+        return self
+
+    async def aclose(self) -> None:
+        """Fail what is open and end the tasks."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._fail_all(PeerLost(f"the client of {self.address} was closed"))
+        if self._link is not None:
+            self._link.close()
+
+    async def __aenter__(self) -> "Client":
+        return self.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def call(self, message: Message, expect: type[M], *buffers: Buffer, within_s: float) -> M:
+        """Ask; return the answer. Raises what the callee raised, PeerLost, or DeadlineExceeded."""
+        answer = await self.call_raw(message, *buffers, within_s=within_s)
+        if not isinstance(answer.message, expect):
+            raise BadMessage(f"{self.address} answered {type(answer.message).__name__}, not {expect.__name__}")
+        return answer.message
+
+    async def call_raw(self, message: Message, *buffers: Buffer, within_s: float) -> Answer:
+        """As `call`, with the buffers that came beside the answer."""
+        async with self.stream(message, *buffers, within_s=within_s) as stream:
+            async for answer in stream:
+                return answer
+        raise BadMessage(f"{self.address} ended a call without an answer")
+
+    def stream(self, message: Message, *buffers: Buffer, within_s: float) -> "Stream":
+        """Ask; iterate over the answers. Leaving the `async with` early cancels the call."""
+        return Stream(self, message, buffers, within_s)
+
+    async def open(self, message: Message, buffers: Sequence[Buffer], within_s: float) -> int:
+        """Send a CALL; returns its number. (For Stream.)"""
+        assert self._link is not None, "start the client first"
+        number = next(self._numbers)
+        self._open[number] = _Call()
+        try:
+            async with asyncio.timeout(min(within_s, CONNECT_S)):
+                await self._link.send([encode(Kind.CALL, number, message, within_s), *buffers])
+        except BaseException as error:
+            del self._open[number]
+            if isinstance(error, TimeoutError):
+                raise PeerLost(f"nobody listens at {self.address}") from error
+            raise
+        return number
+
+    async def take(self, number: int) -> Answer | None:
+        """The next answer to a call; None after the last. (For Stream.)"""
+        call = self._open[number]
+        if call.final and call.inbox.empty():
+            return None
+        answer = await call.inbox.get()
+        if isinstance(answer, DangoError):
+            raise answer
+        return answer
+
+    async def shut(self, number: int) -> None:
+        """Forget a call; tell the server if it has not ended. (For Stream.)"""
+        call = self._open.pop(number)
+        if call.final or self._link is None:
+            return
+        with contextlib.suppress(TimeoutError):  # unreachable: the server notices that we are silent
+            async with asyncio.timeout(CONNECT_S):
+                await self._link.send([encode(Kind.CANCEL, number)])
+
+    async def _receive(self) -> None:
+        assert self._link is not None
+        while True:
+            try:
+                frames = await self._link.receive()
+            except PeerLost as error:
+                self._fail_all(error)
+                continue
+            try:
+                self._deliver(*decode(frames))
+            except BadMessage as error:
+                self.bad_frames += 1
+                log.warning("dropped a frame from %s: %s", self.address, error)
+
+    def _deliver(self, header: Header, buffers: list[memoryview]) -> None:
+        call = self._open.get(header.call)
+        if call is None or call.final:
+            return  # cancelled meanwhile
+        if header.kind is Kind.ERROR:
+            self._end(call, RemoteError.of(header.tag, str(header.fields)))
+            return
+        try:
+            answer = Answer(header.message(), buffers)
+        except BadMessage as error:
+            self._end(call, error)
+            raise
+        if call.inbox.full():
+            self._end(call, BadMessage("a stream of more items than any context has tokens"))
+            return
+        call.inbox.put_nowait(answer)
+        if header.kind is Kind.REPLY:
+            self._end(call, None)
+
+    def _end(self, call: _Call, error: DangoError | None) -> None:
+        call.final = True
+        if call.inbox.full():
+            call.inbox.get_nowait()
+        call.inbox.put_nowait(error)
+
+    def _fail_all(self, error: PeerLost) -> None:
+        for call in self._open.values():
+            if not call.final:
+                self._end(call, error)
+
+    async def _beat(self) -> None:
+        assert self._link is not None
+        while True:
+            await asyncio.sleep(ALIVE_EVERY_S)
+            if self._open:
+                await self._link.send([encode(Kind.ALIVE, 0)])
+
+
+class Stream:
+    """The answers to one call, under one deadline. An async context manager and iterator."""
+
+    def __init__(self, client: Client, message: Message, buffers: Sequence[Buffer], within_s: float) -> None:
+        self._client = client
+        self._ask = (message, buffers, within_s)
+        self._number = 0
+        self._timeout = asyncio.timeout(within_s)
+
+    async def __aenter__(self) -> "Stream":
+        message, buffers, within_s = self._ask
+        await self._timeout.__aenter__()
+        try:
+            self._number = await self._client.open(message, buffers, within_s)
+        except BaseException as error:
+            await self._timeout.__aexit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    def __aiter__(self) -> "Stream":
+        return self
+
+    async def __anext__(self) -> Answer:
+        answer = await self._client.take(self._number)
+        if answer is None:
+            raise StopAsyncIteration
+        return answer
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._client.shut(self._number)
+        finally:
+            try:
+                await self._timeout.__aexit__(kind, error, trace)
+            except TimeoutError as late:
+                text = f"{type(self._ask[0]).__name__} at {self._client.address} took over {self._ask[2]:.3g} s"
+                raise DeadlineExceeded(text) from late
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a handler is given beside the message."""
+
+    buffers: list[memoryview]
+    within_s: float
+    """Seconds that were left of the caller's deadline when the call arrived."""
+    send: Callable[..., Awaitable[None]]
+    """`await ask.send(message, *buffers)` sends an item of a stream before the final answer."""
+
+
+Handler = Callable[[Message, Ask], Awaitable[Message | Answer]]
+
+
+def handler(
+    kind: type[M], function: Callable[[M, Ask], Awaitable[Message | Answer]]
+) -> tuple[type[Message], Handler]:
+    """A row of the table that `Server` takes: which function answers which message."""
+
+    async def run(message: Message, ask: Ask) -> Message | Answer:
+        assert isinstance(message, kind)
+        return await function(message, ask)
+
+    return kind, run
+
+
+class Server:
+    """Answers calls at one port. `serve` runs until cancelled; then every open call is cancelled too."""
+
+    def __init__(self, port: Port, handlers: Mapping[type[Message], Handler]) -> None:
+        self.address = port.address
+        self._port = port
+        self._handlers = handlers
+        self._open: dict[tuple[bytes, int], asyncio.Task[None]] = {}
+        self._heard: dict[bytes, float] = {}
+        self.bad_frames = 0
+        """Frames dropped because they were no message of ours."""
+
+    @property
+    def calls(self) -> int:
+        """Open calls."""
+        return len(self._open)
+
+    async def serve(self) -> None:
+        """Receive and answer until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._sweep())
+                while True:
+                    peer, frames = await self._port.receive()
+                    await self._accept(tasks, peer, frames)
+        finally:
+            self._port.close()
+
+    async def _accept(self, tasks: asyncio.TaskGroup, peer: bytes, frames: list[memoryview]) -> None:
+        self._heard[peer] = asyncio.get_running_loop().time()
+        try:
+            header, buffers = decode(frames)
+            if header.kind is Kind.CALL:
+                await self._start(tasks, peer, header, buffers)
+            elif header.kind is Kind.CANCEL:
+                self._cancel(peer, header.call)
+        except BadMessage as error:
+            self.bad_frames += 1
+            log.warning("dropped a frame: %s", error)
+
+    async def _start(
+        self, tasks: asyncio.TaskGroup, peer: bytes, header: Header, buffers: list[memoryview]
+    ) -> None:
+        key = (peer, header.call)
+        try:
+            message = header.message()
+            answer_with = self._handlers.get(type(message))
+            if answer_with is None or key in self._open:
+                raise BadMessage(f"{header.tag[:64]!r} is not served here, or its number is in use")
+        except BadMessage as error:
+            await self._answer(peer, encode_error(header.call, "bad_message", str(error)))
+            raise
+        if len(self._open) >= CALLS_MAX:
+            await self._answer(peer, encode_error(header.call, "busy", f"{CALLS_MAX} calls are open"))
+            return
+        ask = self._ask(key, header.within_s, buffers)
+        self._open[key] = tasks.create_task(self._run(answer_with, message, key, ask))
+
+    def _ask(self, key: tuple[bytes, int], within_s: float | None, buffers: list[memoryview]) -> Ask:
+        peer, number = key
+
+        async def send(item: Message, *beside: Buffer) -> None:
+            await self._port.send(peer, [encode(Kind.ITEM, number, item), *beside])
+
+        return Ask(buffers, CALL_S_MAX if within_s is None else min(within_s, CALL_S_MAX), send)
+
+    async def _run(self, answer_with: Handler, message: Message, key: tuple[bytes, int], ask: Ask) -> None:
+        peer, number = key
+        try:
+            async with asyncio.timeout(ask.within_s):
+                reply = await answer_with(message, ask)
+            answer = reply if isinstance(reply, Answer) else Answer(reply, [])
+            await self._answer(peer, encode(Kind.REPLY, number, answer.message), *answer.buffers)
+        except RemoteError as error:
+            await self._answer(peer, encode_error(number, error.kind, str(error)))
+        except (DangoError, TimeoutError) as error:
+            await self._answer(peer, encode_error(number, "error", f"{type(error).__name__}: {error}"))
+        except Exception as error:
+            # A fault of ours must reach the one who waits, and must not end the other calls.
+            log.exception("%s failed", type(message).__name__)
+            await self._answer(peer, encode_error(number, "error", f"{type(error).__name__}: {error}"))
+        finally:
+            del self._open[key]
+
+    async def _answer(self, peer: bytes, header: bytes, *buffers: Buffer) -> None:
+        with contextlib.suppress(PeerLost):  # nobody is left to be told
+            await self._port.send(peer, [header, *buffers])
+
+    def _cancel(self, peer: bytes, number: int) -> None:
+        task = self._open.get((peer, number))
+        if task is not None:
+            task.cancel()
+
+    async def _sweep(self) -> None:
+        """Cancel the calls of clients that have gone silent, and forget them."""
+        while True:
+            await asyncio.sleep(ALIVE_EVERY_S)
+            horizon = asyncio.get_running_loop().time() - SILENT_S
+            for peer in [peer for peer, heard in self._heard.items() if heard < horizon]:
+                del self._heard[peer]
+                for key in [key for key in self._open if key[0] == peer]:
+                    self._open[key].cancel()
+
+
+async def items(stream: Stream) -> AsyncIterator[Message]:
+    """The messages of a stream, without their buffers."""
+    async for answer in stream:
+        yield answer.message
