@@ -13,16 +13,25 @@ A block is visible only once committed, so several writers may compute the same 
 first commit gets the name, the others' copies stay private to their lease and go with it.
 """
 
+from collections.abc import Sequence
 from enum import Enum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from protocol.blocks import BlockLayout
 from protocol.errors import RemoteError
 from protocol.ids import BlockHash, Incarnation, LeaseId, SegmentId
 from protocol.message import Message
+from protocol.rpc import Client
 
 LEASE_S = 30.0
 """How long a lease lasts without renewal. Every transfer's deadline is shorter, so that a reader or
 writer gives up before its blocks can go to somebody else."""
+
+DIRECTORY_S = 5.0
+"""The deadline of a call to the directory, which answers from memory in well under a millisecond."""
 
 TRANSFER_S_MAX = 20.0
 """The deadline of one read or write of one layer."""
@@ -227,3 +236,84 @@ class Priority(Enum):
     LOAD = "load"
     STORE = "store"
     WRITE_BACK = "write_back"
+
+
+class Mover(Protocol):
+    """Moves runs between an engine's memory and segments, by whatever path reaches them. Handed to services.
+
+    `out` and `source` are one layer of an engine's pages as bytes, shape [pages, run_bytes]; the run of
+    `grants[i]` belongs to row `pages[i]`. At most one copy in and one copy out on one host.
+    """
+
+    def know(self, places: Sequence[Place]) -> None:
+        """Learn where segments are. Must be told of every segment that a later grant names."""
+        ...
+
+    async def read(
+        self,
+        layer: int,
+        grants: Sequence[Grant],
+        out: npt.NDArray[np.uint8],
+        pages: Sequence[int],
+        priority: Priority,
+    ) -> int:
+        """Copy runs into pages. Returns how many leading runs are good: checksum and generation verified.
+
+        Pages from that number on hold garbage. A segment that cannot be reached makes its runs bad; nothing is
+        raised but cancellation.
+        """
+        ...
+
+    async def write(
+        self,
+        layer: int,
+        grants: Sequence[Grant],
+        source: npt.NDArray[np.uint8],
+        pages: Sequence[int],
+        priority: Priority,
+    ) -> None:
+        """Copy runs out of pages, with their checksums. Raises Stale, PeerLost or DeadlineExceeded."""
+        ...
+
+    async def aclose(self) -> None:
+        """Unmap memory and close connections."""
+        ...
+
+
+class Directory:
+    """The client of the directory service: one method a message, each with its own deadline."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def lookup(self, blocks: list[BlockHash]) -> Found:
+        """What of a chain is cached, and where. Changes nothing."""
+        return await self._client.call(Lookup(blocks), Found, within_s=DIRECTORY_S)
+
+    async def acquire(self, ask: Acquire) -> Lease:
+        """Lease a prefix and room for the rest. Raises PoolFull."""
+        return await self._client.call(ask, Lease, within_s=DIRECTORY_S)
+
+    async def commit(self, lease: LeaseId, slots: list[int], blocks: list[BlockHash]) -> None:
+        """Publish written targets. Raises LeaseLost."""
+        await self._client.call(Commit(lease, slots, blocks), Done, within_s=DIRECTORY_S)
+
+    async def renew(self, lease: LeaseId) -> None:
+        """Extend a lease by LEASE_S from now. Raises LeaseLost."""
+        await self._client.call(Renew(lease), Done, within_s=DIRECTORY_S)
+
+    async def release(self, lease: LeaseId) -> None:
+        """End a lease; ending one that is gone is no error."""
+        await self._client.call(Release(lease), Done, within_s=DIRECTORY_S)
+
+    async def discard(self, grants: list[Grant]) -> None:
+        """Forget blocks that could not be read as they were written."""
+        await self._client.call(Discard(grants), Done, within_s=DIRECTORY_S)
+
+    async def clear(self) -> int:
+        """Forget every block that no lease names; returns how many."""
+        return (await self._client.call(Clear(), Cleared, within_s=DIRECTORY_S)).blocks
+
+    async def stats(self) -> Stats:
+        """Counts of blocks."""
+        return await self._client.call(GetStats(), Stats, within_s=DIRECTORY_S)

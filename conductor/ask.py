@@ -1,0 +1,88 @@
+"""What the gateway asks of the dispatcher, and what it hears back. No HTTP object goes past this file."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from decode_pool.api import EndReason
+from engine.api import Sampled, Sampling
+from protocol.ids import RequestId
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One prompt to answer, in one or more choices."""
+
+    request: RequestId
+    prompt: list[int]
+    samplings: list[Sampling]
+    """One for each choice: they differ by their seeds."""
+    tenant: str = ""
+    salt: str = ""
+    within_s: float = 600.0
+    """The whole request's deadline, from its arrival."""
+
+
+class Reply(Protocol):
+    """Where the answer goes. Called from one coroutine for each choice."""
+
+    def prefilled(self, reused_tokens: int) -> None:
+        """The prompt's KV is there; so many of its tokens were not computed anew. Called once."""
+        ...
+
+    async def token(self, choice: int, sampled: Sampled) -> bool:
+        """The next token. False: this choice needs no more (a stop string); it then ends without `end`."""
+        ...
+
+    async def end(self, choice: int, reason: EndReason) -> None:
+        """A choice's last token has been sent."""
+        ...
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The Conductor decided not to serve this now. A value, not a fault."""
+
+    reason: str
+    """One of a fixed list: `no_prefill`, `no_decode`, `no_kvcache`, `queue_full`, `draining`."""
+    text: str
+    """A sentence for the client."""
+    retry_after_s: float
+    """When it is worth asking again."""
+    status: int = 503
+    """503: nobody can serve; 429: there is capacity, and it is taken."""
+
+
+class Refused(Exception):
+    """Carries a Refusal to the gateway."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.text)
+        self.refusal = refusal
+
+
+class Failed(Exception):
+    """An accepted request that could not be finished: instances died, or its deadline passed."""
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """Whether requests can be served, and why not."""
+
+    ready: bool
+    missing: list[str] = field(default_factory=list)
+    """Sentences, one for each pool that has no instance."""
+
+
+class Serve(Protocol):
+    """What the gateway needs of the dispatcher."""
+
+    async def serve(self, ask: Ask, reply: Reply) -> None:
+        """Answer; returns when every choice has ended. Raises Refused before the first token, or Failed.
+
+        Cancelling this coroutine stops all work for the request and returns its blocks.
+        """
+        ...
+
+    def readiness(self) -> Readiness:
+        """Whether every pool has an instance that passed its self-test."""
+        ...
