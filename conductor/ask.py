@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from decode_pool.api import EndReason
-from engine.api import Sampled, Sampling
+from engine.api import EndReason, Sampled, Sampling
 from protocol.ids import RequestId
 
 
@@ -43,7 +42,7 @@ class Refusal:
     """The Conductor decided not to serve this now. A value, not a fault."""
 
     reason: str
-    """One of a fixed list: `no_prefill`, `no_decode`, `no_kvcache`, `queue_full`, `draining`."""
+    """One of a fixed list: `no_prefill`, `no_decode`, `no_kvcache`, `pool_full`, `queue_full`, `draining`."""
     text: str
     """A sentence for the client."""
     retry_after_s: float

@@ -1,8 +1,6 @@
 """What the decode pool promises. Read this first; nothing here does work."""
 
-from enum import Enum
-
-from engine.api import Sampled, Sampling
+from engine.api import EndReason, Sampled, Sampling
 from kvcache_pool.api import Grant, Place
 from protocol.errors import RemoteError
 from protocol.ids import BlockHash, RequestId
@@ -55,13 +53,6 @@ class Token(Message):
     """The next token of the answer."""
 
     sampled: Sampled
-
-
-class EndReason(Enum):
-    """Why a stream ended, in OpenAI's words."""
-
-    STOP = "stop"
-    LENGTH = "length"
 
 
 class Ended(Message):

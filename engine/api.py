@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol
 
 import numpy as np
@@ -45,6 +46,13 @@ class Sampled(Message):
     logprob: float | None = None
     top_tokens: list[int] = field(default_factory=list)
     top_logprobs: list[float] = field(default_factory=list)
+
+
+class EndReason(Enum):
+    """Why an answer ended, in OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.blocks import BlockLayout
-from protocol.errors import RemoteError
+from protocol.errors import PeerLost, RemoteError
 from protocol.ids import BlockHash, Incarnation, LeaseId, SegmentId
 from protocol.message import Message
 from protocol.rpc import Client
+from protocol.transport import Transport
 
 LEASE_S = 30.0
 """How long a lease lasts without renewal. Every transfer's deadline is shorter, so that a reader or
@@ -317,3 +318,31 @@ class Directory:
     async def stats(self) -> Stats:
         """Counts of blocks."""
         return await self._client.call(GetStats(), Stats, within_s=DIRECTORY_S)
+
+
+class DirectoryLink:
+    """The directory, wherever it is at the moment. Its address is heard from the registry and may change."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._client: Client | None = None
+
+    async def follow(self, address: str | None) -> None:
+        """Connect to `address` if that is news."""
+        if self._client is not None and self._client.address == address:
+            return
+        await self.aclose()
+        if address is not None:
+            self._client = Client(self._transport, address).start()
+
+    def get(self) -> Directory:
+        """The client of the current directory. Raises PeerLost while there is none."""
+        if self._client is None:
+            raise PeerLost("no directory is known")
+        return Directory(self._client)
+
+    async def aclose(self) -> None:
+        """Disconnect; calls in flight fail with PeerLost."""
+        if self._client is not None:
+            client, self._client = self._client, None
+            await client.aclose()

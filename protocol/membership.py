@@ -1,0 +1,72 @@
+"""An instance's side of the registry: register, report, hear where the rest of the cluster is."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from protocol.errors import DangoError, RemoteError
+from protocol.registry import REPORT_EVERY_S, Heard, Leave, Load, Register, Report, Welcome
+from protocol.rpc import Client
+
+REGISTRY_S = 5.0
+"""The deadline of a call to the registry."""
+
+LEAVE_S = 1.0
+"""How long an ending instance tries to say so; the registry would notice by itself a little later."""
+
+log = logging.getLogger("dango.member")
+
+
+class Member:
+    """Keeps one instance registered, whatever happens to the Conductor meanwhile.
+
+    `load` is asked at each report; `heard` is awaited with each answer.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        identity: Register,
+        load: Callable[[], Load],
+        heard: Callable[[Heard], Awaitable[None]],
+    ) -> None:
+        self._client = client
+        self._identity = identity
+        self._load = load
+        self._heard = heard
+
+    async def run(self) -> None:
+        """Until cancelled. Raises Mismatch or Superseded when the cluster will not have this instance."""
+        known = False
+        try:
+            while True:
+                try:
+                    known = await (self._report() if known else self._register())
+                except RemoteError:
+                    raise
+                except DangoError as error:  # away or restarting: serving goes on with what is known
+                    log.warning("the conductor does not answer: %s", error)
+                    known = False
+                await asyncio.sleep(REPORT_EVERY_S)
+        finally:
+            await self._leave()
+
+    async def _register(self) -> bool:
+        welcome = await self._client.call(self._identity, Welcome, within_s=REGISTRY_S)
+        log.info("registered", extra={"instance": self._identity.instance})
+        await self._heard(welcome.heard)
+        return True
+
+    async def _report(self) -> bool:
+        report = Report(self._identity.instance, self._identity.incarnation, self._load())
+        heard = await self._client.call(report, Heard, within_s=REGISTRY_S)
+        if heard.known:
+            await self._heard(heard)
+        return heard.known
+
+    async def _leave(self) -> None:
+        leave = Leave(self._identity.instance, self._identity.incarnation)
+        try:
+            await self._client.call(leave, Heard, within_s=LEAVE_S)
+        except DangoError as error:
+            log.info("left without a farewell: %s", error)
