@@ -1,0 +1,129 @@
+"""Leases: who holds which blocks, and until when. Pure.
+
+    grant ──> current ──release──> gone
+                 │ renew moves the end
+                 └──end passed──> late ──release, or QUARANTINE_S later──> gone
+
+A late lease can do nothing any more. It keeps what was reserved for it a while, because its writer may
+still be writing there.
+"""
+
+import heapq
+from dataclasses import dataclass
+
+from kvcache_pool.api import TRANSFER_S_MAX
+from kvcache_pool.slots import Block
+from protocol.ids import LeaseId
+
+QUARANTINE_S = TRANSFER_S_MAX + 10.0
+"""How long slots reserved for a lease that ended unreleased are not given to others: a write that began just
+before the end is over by then, with a margin for clocks that run at different speeds."""
+
+LEASES_MAX = 1 << 16
+"""Current leases. A request holds one or two, and a Conductor bounds its requests far below this."""
+
+
+@dataclass(eq=False)
+class Claim:
+    """One lease, as the directory sees it. Its end only ever moves forward."""
+
+    lease: LeaseId
+    owner: str
+    end: float
+    sources: list[Block]
+    targets: list[Block]
+
+    @property
+    def blocks(self) -> list[Block]:
+        """All that it names, in the order of the prompt."""
+        return self.sources + self.targets
+
+
+class Leases:
+    """All leases. Ids are `life` and a counter, so that another life of the directory never repeats one.
+
+    Owns the claims. Always: one heap entry for each current lease (and for some that are gone, until
+    their time). Mutates: grant, renew, end, overdue, linger, lapsed.
+    """
+
+    def __init__(self, life: str) -> None:
+        self._life = life
+        self._issued = 0
+        self._current: dict[LeaseId, Claim] = {}
+        self._ends: list[tuple[float, int, LeaseId]] = []
+        self._late: dict[LeaseId, Claim] = {}  # in the order of their ends: the same time is added to each
+
+    def __len__(self) -> int:
+        return len(self._current)
+
+    @property
+    def full(self) -> bool:
+        """Whether no more can be granted."""
+        return len(self._current) >= LEASES_MAX
+
+    def grant(self, owner: str, end: float, sources: list[Block], targets: list[Block]) -> Claim:
+        """A new lease."""
+        self._issued += 1
+        claim = Claim(LeaseId(f"{self._life}-{self._issued}"), owner, end, sources, targets)
+        self._current[claim.lease] = claim
+        heapq.heappush(self._ends, (end, self._issued, claim.lease))
+        return claim
+
+    def find(self, lease: LeaseId) -> Claim | None:
+        """A current lease."""
+        return self._current.get(lease)
+
+    def renew(self, lease: LeaseId, end: float) -> bool:
+        """Move a lease's end; never backwards. False if it is not current."""
+        claim = self._current.get(lease)
+        if claim is None:
+            return False
+        claim.end = max(claim.end, end)  # its heap entry moves when it comes up
+        return True
+
+    def end(self, lease: LeaseId) -> Claim | None:
+        """Take a lease out, current or late: its owner is done with it. None if it is gone already."""
+        return self._current.pop(lease, None) or self._late.pop(lease, None)
+
+    def overdue(self, now: float) -> list[Claim]:
+        """Take out the current leases whose end has come, in the order of their ends."""
+        ended = []
+        while self._ends and self._ends[0][0] <= now:
+            _, number, lease = heapq.heappop(self._ends)
+            claim = self._current.get(lease)
+            if claim is None:
+                continue  # released before its time
+            if claim.end > now:
+                heapq.heappush(self._ends, (claim.end, number, lease))
+                continue
+            ended.append(self._current.pop(lease))
+        return ended
+
+    def linger(self, claim: Claim, until: float) -> None:
+        """Keep what is left of an overdue lease."""
+        claim.end = until
+        self._late[claim.lease] = claim
+
+    def lapsed(self, now: float) -> list[Claim]:
+        """Take out the late leases whose quarantine is over."""
+        over = []
+        for lease, claim in self._late.items():
+            if claim.end > now:
+                break
+            over.append(lease)
+        return [self._late.pop(lease) for lease in over]
+
+    def counts(self) -> dict[Block, int]:
+        """How many leases, current or late, name each block. (For check.)"""
+        counts: dict[Block, int] = {}
+        for claim in [*self._current.values(), *self._late.values()]:
+            for block in claim.blocks:
+                counts[block] = counts.get(block, 0) + 1
+        return counts
+
+    def check(self) -> None:
+        """Asserts that each current lease will be found overdue, once."""
+        entries = [lease for _, _, lease in self._ends if lease in self._current]
+        assert sorted(entries) == sorted(self._current)
+        assert all(end <= self._current[lease].end for end, _, lease in self._ends if lease in self._current)
+        assert self._current.keys().isdisjoint(self._late)

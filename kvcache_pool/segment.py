@@ -1,0 +1,253 @@
+"""A segment: the memory of one node, as a file in /dev/shm that every process of the host can map.
+
+    0            page                                                              size
+    ┌──────────┬──────────────────┬───────────────────────┬────────┬────────┬─────┐
+    │ header   │ generations      │ checksums             │ slot 0 │ slot 1 │ ... │   each part page aligned
+    │          │ uint64 [slots]   │ uint64 [slots, layers]│ runs of layer 0, 1, ..│
+    └──────────┴──────────────────┴───────────────────────┴────────┴────────┴─────┘
+
+Why nobody ever reads a wrong byte, without a lock between processes. The directory gives each use of a slot
+a generation `g`, greater than all before. A checksum is XXH3 over a run, *seeded with g*.
+
+    writer with g                              reader with g
+      table > g ?  refuse (Stale)                table != g ?  bad (Stale)
+      table = g                                  copy the run into its own page
+      copy the run in                            hash the *copy* with seed g
+      checksum = hash(source, seed g)            != checksum ?  bad (Corrupt)
+
+A late writer with a lower g is refused at the table. One that was past the table when the slot went to
+another either writes bytes that do not fit the newer checksum, or a checksum of an older seed: the
+reader notices both. Copy and hash run over one run at a time, while it is in the processor's cache.
+
+The owner holds an exclusive flock on the file for life, so that a later start can tell the leavings of a
+killed process (the lock can be taken: unlinked) from a living one's memory (never touched).
+`multiprocessing.shared_memory` is not used: its tracker unlinks memory that it only attached to.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvcache_pool.api import Corrupt, Stale
+from protocol.blocks import BlockLayout
+from protocol.ids import Incarnation, SegmentId
+
+SHM = Path("/dev/shm")
+"""Where Linux keeps shared memory."""
+
+MAGIC = b"DANGOSEG"
+FORMAT = 1
+"""Raised when the file's layout changes; a process of another version then refuses to attach."""
+
+PAGE_BYTES = 4096
+HEADER = struct.Struct("<8sI4I16sQ64s")
+"""Magic, format, layers, kv_heads, head_dim, block_tokens, kv_type, slots, incarnation."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Where what lies in a segment's file."""
+
+    layout: BlockLayout
+    slots: int
+
+    @property
+    def generations_at(self) -> int:
+        return PAGE_BYTES
+
+    @property
+    def checksums_at(self) -> int:
+        return self.generations_at + _aligned(8 * self.slots)
+
+    @property
+    def runs_at(self) -> int:
+        return self.checksums_at + _aligned(8 * self.slots * self.layout.layers)
+
+    @property
+    def slot_bytes(self) -> int:
+        """From the start of one slot to the next."""
+        return _aligned(self.layout.block_bytes)
+
+    @property
+    def file_bytes(self) -> int:
+        return self.runs_at + self.slots * self.slot_bytes
+
+    @staticmethod
+    def within(layout: BlockLayout, size_bytes: int) -> "Geometry":
+        """As many slots as fit `size_bytes`, tables included. Raises ValueError if that is none."""
+        a_slot = _aligned(layout.block_bytes) + 8 * (1 + layout.layers)
+        slots = (size_bytes - 3 * PAGE_BYTES) // a_slot
+        if slots < 1:
+            raise ValueError(f"a segment of {size_bytes} bytes has no room for one block of {layout.block_bytes}")
+        return Geometry(layout, slots)
+
+    def header(self, incarnation: Incarnation) -> bytes:
+        """The first bytes of the file."""
+        layout = self.layout
+        shape = (layout.layers, layout.kv_heads, layout.head_dim, layout.block_tokens)
+        names = (layout.kv_type.encode(), self.slots, incarnation.encode())
+        return HEADER.pack(MAGIC, FORMAT, *shape, *names)
+
+
+class Memory:
+    """A mapped segment, the owner's or another's. Methods run in any thread and hold no lock.
+
+    Owns the mapping. Indices must be in range; generations are the directory's.
+    """
+
+    def __init__(self, file: int, geometry: Geometry) -> None:
+        self.geometry = geometry
+        slots, layout = geometry.slots, geometry.layout
+        memory = mmap.mmap(file, geometry.file_bytes)
+        self.generations = np.ndarray((slots,), np.uint64, memory, geometry.generations_at)
+        self.checksums = np.ndarray((slots, layout.layers), np.uint64, memory, geometry.checksums_at)
+        self.runs: Bytes = np.ndarray(
+            (slots, layout.layers, layout.run_bytes),
+            np.uint8,
+            memory,
+            geometry.runs_at,
+            (geometry.slot_bytes, layout.run_bytes, 1),
+        )
+        """[slots, layers, run_bytes]. The mapping ends with the last array or frame that views it."""
+
+    @staticmethod
+    def attach(path: str, geometry: Geometry, incarnation: Incarnation) -> "Memory":
+        """Map another process's segment. Raises OSError, or ValueError if the file is not what was announced."""
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            header = geometry.header(incarnation)
+            same_size = os.fstat(file).st_size == geometry.file_bytes
+            if not same_size or os.pread(file, len(header), 0) != header:
+                raise ValueError(f"{path} is not the segment that was announced")
+            return Memory(file, geometry)
+        finally:
+            os.close(file)
+
+    def holds(self, slot: int) -> bool:
+        """Whether there is such a slot."""
+        return 0 <= slot < self.geometry.slots
+
+    def claim(self, slot: int, generation: int) -> None:
+        """A writer with this generation begins. Raises Stale if the slot has been reused."""
+        current = int(self.generations[slot])
+        if current > generation:
+            raise Stale(f"slot {slot} has generation {current}, and the grant {generation}")
+        self.generations[slot] = generation
+
+    def require(self, slot: int, generation: int) -> None:
+        """A reader with this generation begins. Raises Stale if the slot has another one."""
+        current = int(self.generations[slot])
+        if current != generation:
+            raise Stale(f"slot {slot} has generation {current}, and the grant {generation}")
+
+    def put(self, layer: int, slot: int, generation: int, source: Bytes) -> None:
+        """Write one run and its checksum. `source` has run_bytes. Raises Stale."""
+        self.claim(slot, generation)
+        np.copyto(self.runs[slot, layer], source)
+        self.checksums[slot, layer] = checksum(source, generation)
+
+    def get(self, layer: int, slot: int, generation: int, out: Bytes) -> None:
+        """Read one run and verify what was read. Raises Stale or Corrupt; `out` is then garbage."""
+        self.require(slot, generation)
+        np.copyto(out, self.runs[slot, layer])
+        if checksum(out, generation) != int(self.checksums[slot, layer]):
+            raise Corrupt(f"layer {layer} of slot {slot} does not have its checksum")
+
+
+class Segment:
+    """The owner's end of a segment. Owns the file, its lock and its name until `close`."""
+
+    def __init__(
+        self, segment: SegmentId, incarnation: Incarnation, geometry: Geometry, folder: Path = SHM
+    ) -> None:
+        """Create it, after removing what killed owners left. Raises OSError naming what is missing."""
+        reclaim(folder)
+        _require_room(folder, geometry.file_bytes)
+        self.segment = segment
+        self.incarnation = incarnation
+        self.path = folder / f"{_prefix()}{_plain(segment)}-{_plain(incarnation)}"
+        self._file = _create(self.path)
+        try:
+            os.ftruncate(self._file, geometry.file_bytes)
+            os.pwrite(self._file, geometry.header(incarnation), 0)
+            self.memory = Memory(self._file, geometry)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def generation(self) -> int:
+        """The highest generation that any slot has seen."""
+        return int(self.memory.generations.max())
+
+    def close(self) -> None:
+        """Take the file's name away; those who have it mapped keep their memory. Twice is no error."""
+        if self._file >= 0:
+            self.path.unlink(missing_ok=True)
+            os.close(self._file)
+            self._file = -1
+
+
+def checksum(run: Bytes | memoryview, generation: int) -> int:
+    """Of one run, under the generation that it was written with."""
+    return xxhash.xxh3_64_intdigest(run, generation)
+
+
+def reclaim(folder: Path = SHM) -> list[Path]:
+    """Remove this user's segments whose owners are dead. Returns them."""
+    removed = []
+    for path in sorted(folder.glob(f"{_prefix()}*")):
+        with contextlib.suppress(OSError):  # gone meanwhile, or its owner lives
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+                removed.append(path)
+            finally:
+                os.close(file)
+    return removed
+
+
+def _create(path: Path) -> int:
+    """A new, empty, locked file under this name."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file).st_nlink:
+                return file
+        # Another start took it for a dead owner's in the moment before the lock; it unlinks it.
+        path.unlink(missing_ok=True)
+        os.close(file)
+
+
+def _require_room(folder: Path, wanted: int) -> None:
+    """The file is sparse, so a lack of memory would show much later, as a bus error: ask now."""
+    room = os.statvfs(folder)
+    free = room.f_bavail * room.f_frsize
+    if free < wanted:
+        raise OSError(f"{folder} has {free} bytes free, and the segment needs {wanted}")
+
+
+def _prefix() -> str:
+    return f"dango-{os.getuid()}-"
+
+
+def _plain(name: str) -> str:
+    """A name that is safe in a path."""
+    return re.sub(r"[^A-Za-z0-9_.]", "_", name)[:64]
+
+
+def _aligned(count: int) -> int:
+    return -(-count // PAGE_BYTES) * PAGE_BYTES
