@@ -1,0 +1,69 @@
+"""The `dango` command."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from deploy import chat, serve
+
+ABOUT = """\
+Dango serves a language model over three pools: prefill instances compute the KV cache of prompts, a
+KVCache pool keeps it in CPU memory and finds it again by prefix, decode instances stream the answers. A
+Conductor places each request. Clients speak OpenAI's HTTP API.
+"""
+
+EXAMPLES = """\
+examples:
+  dango serve                      everything on this machine, with a small real model
+  dango chat                       talk with it, in another terminal
+  dango serve --decode 2           two decode instances
+  dango prefill --help             one instance by itself: its flags and settings
+"""
+
+MODULES = {
+    "conductor": "conductor",
+    "prefill": "prefill_pool",
+    "kvcache": "kvcache_pool",
+    "decode": "decode_pool",
+}
+"""Verbs that become a process of their own: each has its own flags and `--help`."""
+
+VERBS = {
+    "serve": "start everything on this machine",
+    "chat": "talk with a running service in the terminal",
+    "conductor": "start the Conductor alone: HTTP, placement, registry",
+    "prefill": "start one prefill instance",
+    "kvcache": "start one KVCache instance: memory, and perhaps the directory",
+    "decode": "start one decode instance",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in MODULES:
+        module = MODULES[arguments[0]]
+        os.execv(sys.executable, [sys.executable, "-m", module, *arguments[1:]])
+    parsed = _parser().parse_args(arguments)
+    return serve.serve(parsed) if parsed.verb == "serve" else chat.chat(parsed)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dango",
+        description=ABOUT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"dango {version('dango-serve')}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    parsers = {verb: verbs.add_parser(verb, help=sentence) for verb, sentence in VERBS.items()}
+    serve.add_arguments(parsers["serve"])
+    chat.add_arguments(parsers["chat"])
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""`dango serve`: one of each, or several, on this machine, until Ctrl-C."""
+
+import argparse
+import asyncio
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.fetch import FetchError, model_name, resolve_model
+
+from deploy.config import ServeConfig
+from deploy.fleet import Fleet, NotReady
+from deploy.instance import Command, Died, Instance
+from deploy.runtime import PortTaken, base_url, claim_port, runtime_folder
+from protocol.settings import SettingsError, add_flags, load_section
+
+ABOUT = """\
+Start the whole service on this machine: a Conductor, and one prefill, KVCache and decode instance (or
+more), each its own process. Ctrl-C ends all of them and leaves nothing behind.
+
+MODEL is one of
+  (nothing)            SmolLM2-135M-Instruct, fetched once into your cache folder
+  path/to/model.gguf   a GGUF file
+  path/to/folder       a Hugging Face folder: config.json, safetensors, tokenizer.json
+  owner/name           a Hugging Face repository
+"""
+
+EXAMPLES = """\
+examples:
+  dango serve
+  dango serve --prefill 2 --decode 2 --port 9000
+  dango serve ./Qwen2.5-0.5B-Instruct --dtype float32
+  dango serve --config dango.toml        sections [conductor] [prefill] [kvcache] [decode] [serve]
+
+Every setting is also an environment variable, such as DANGO_SERVE_PORT=9000; those of the instances too
+(`dango prefill --help` and so on). A flag goes before the environment, that before the file.
+"""
+
+QUIET_THREADS = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
+"""Several processes share the cores: a thread that waits by spinning takes them from its neighbours."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is served: where its files are, and the name that clients use."""
+
+    path: Path
+    name: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Teach the parser what `dango serve` takes."""
+    parser.description, parser.epilog = ABOUT, EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="what to serve (default: SmolLM2-135M-Instruct)")
+    parser.add_argument(
+        "--model-name", metavar="NAME", help="the name that clients use (default: the model's own)"
+    )
+    parser.add_argument("--config", metavar="FILE", type=Path, help="settings of all instances, in TOML")
+    add_flags(parser, ServeConfig)
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Run the service until it is stopped. Returns the exit code."""
+    try:
+        config = load_section(ServeConfig, "serve", flags=arguments, environ=os.environ, file=arguments.config)
+        port = claim_port(config.host, config.port)
+        model = _resolve(arguments.model, arguments.model_name)
+        with runtime_folder() as folder:
+            commands = plan(config, model, folder, port, arguments.config)
+            asyncio.run(_run(commands, config, model, base_url(config.host, port)))
+    except (SettingsError, PortTaken, FetchError, Died, NotReady) as error:
+        print(f"dango: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # while fetching: nothing runs yet
+        print("dango: stopped before anything was started", file=sys.stderr)
+        return 130
+    return 0
+
+
+def plan(config: ServeConfig, model: Model, folder: Path, port: int, config_file: Path | None) -> list[Command]:
+    """What to run, the Conductor first."""
+    threads = config.threads or _threads_each(config.prefill + config.decode)
+    file = ["--config", str(config_file.resolve())] if config_file else []
+    shared_model = ["--model", str(model.path), "--model-name", model.name]
+    shared_model += _given("--dtype", config.dtype) + _given("--block-tokens", config.block_tokens)
+    control = _address(folder, "conductor")
+    http = ["--host", config.host, "--port", str(port)]
+    conductor = ["-m", "conductor", "--listen", control, *http, *shared_model, *file]
+    commands = [Command("conductor", conductor, _environ(1))]
+
+    def instance(name: str, module: str, extra: Sequence[str], threads: int) -> None:
+        where = ["--conductor", control, "--listen", _address(folder, name), "--instance", name]
+        commands.append(Command(name, ["-m", module, *where, *extra, *file], _environ(threads)))
+
+    for number in range(config.kvcache):
+        directory = "--directory" if number == 0 else "--no-directory"
+        instance(f"kvcache-{number}", "kvcache_pool", [directory], 1)
+    for pool, count in (("prefill", config.prefill), ("decode", config.decode)):
+        for number in range(count):
+            extra = [*shared_model, "--threads", str(threads)]
+            instance(f"{pool}-{number}", f"{pool}_pool", extra, threads)
+    return commands
+
+
+async def _run(commands: Sequence[Command], config: ServeConfig, model: Model, url: str) -> None:
+    log_dir = Path(config.log_dir) if config.log_dir else None
+    if log_dir is not None:
+        log_dir.mkdir(parents=True, exist_ok=True)
+
+    def tell(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    instances = [
+        Instance(command, tell, log_dir / f"{command.name}.log" if log_dir else None, config.verbose)
+        for command in commands
+    ]
+    tell(f"dango: starting {', '.join(command.name for command in commands)}")
+    fleet = Fleet(instances, url, drain_s=config.drain_s, stop_s=config.stop_s)
+    await fleet.run(config.ready_s, lambda: print(welcome(model, url), flush=True))
+    tell("dango: stopped")
+
+
+def welcome(model: Model, url: str) -> str:
+    """What a person wants to know when the service is up."""
+    body = f'{{"model": "{model.name}", "stream": true, "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    chat = "dango chat" if url == "http://127.0.0.1:8000" else f"dango chat --url {url}"
+    return f"""
+Serving {model.name} at {url}
+
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d {shlex.quote(body)}
+
+  {chat}    to talk with it here
+  Ctrl-C    to stop
+"""
+
+
+def _resolve(spec: str | None, name: str | None) -> Model:
+    path = Path(resolve_model(spec)).resolve()
+    return Model(path, name or model_name(spec))
+
+
+def _threads_each(instances: int) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // instances)
+
+
+def _environ(threads: int) -> dict[str, str]:
+    """What the user set stands."""
+    wanted = {"OMP_NUM_THREADS": str(threads), **QUIET_THREADS}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def _address(folder: Path, name: str) -> str:
+    return f"ipc://{folder}/{name}.sock"
+
+
+def _given(flag: str, value: object) -> list[str]:
+    return [flag, str(value)] if value is not None else []
