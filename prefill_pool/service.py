@@ -11,7 +11,7 @@ from prefill_pool.api import Prefill, PrefillBusy, Prefilled
 from prefill_pool.config import PrefillConfig
 from prefill_pool.layerwise import Job
 from prefill_pool.schedule import Chunk, Prompt, Schedule
-from protocol.errors import BadMessage, RemoteError
+from protocol.errors import BadMessage, first_error
 from protocol.ids import RequestId
 from protocol.message import Message
 from protocol.registry import Load
@@ -104,8 +104,8 @@ class PrefillService:
                 if job.error is not None:
                     raise job.error
                 job.no_more_stores()
-        except* RemoteError as group:
-            raise _first(group) from None
+        except ExceptionGroup as group:
+            raise first_error(group) from None
         reused = job.prompt.reused
         return Prefilled(job.first, reused, started - came, computed - started, clock() - computed)
 
@@ -160,11 +160,3 @@ class PrefillService:
             raise BadMessage("sources and targets do not cover the prompt, or its blocks are misnamed")
         if self._tokens_of(message.sources) >= tokens:
             raise BadMessage("at least one token must be left to compute: its logits are the answer")
-
-
-def _first(group: BaseExceptionGroup[RemoteError]) -> BaseException:
-    """Any one of a group's exceptions: each is reason enough."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

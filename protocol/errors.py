@@ -44,3 +44,11 @@ class RemoteError(DangoError):
     def of(kind: str, text: str) -> "RemoteError":
         """The exception that `kind` stands for, carrying the callee's text."""
         return RemoteError.kinds.get(kind, RemoteError)(text)
+
+
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """One exception out of a task group's: when tasks fail together, each is reason enough."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -61,6 +61,8 @@ class Load(Message):
     """Requests accepted and not yet running."""
     waiting_tokens: int = 0
     """Tokens that those requests (and the rest of the running prefills) still have to compute."""
+    context_tokens: int = 0
+    """Tokens whose KV the next decode step reads."""
     blocks_total: int = 0
     blocks_free: int = 0
     blocks_leased: int = 0

@@ -1,0 +1,301 @@
+"""The life of a request: one coroutine, read top to bottom.
+
+hashes ─> lookup ─> place ─> lease ─> prefill ─> first token ─> decode ... ─> release
+                      │                  └── what dies on the way is placed again, once,
+                   refusal                   with the tokens so far ──────────> end
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from conductor.ask import Ask, Failed, Readiness, Refusal, Refused, Reply
+from conductor.lease import HeldLease
+from conductor.metrics import Metrics
+from conductor.peers import Peers
+from conductor.place import Placement, Prompt, place
+from conductor.view import Instance, View
+from decode_pool.api import Decode, DecodeBusy, Ended, Joined, Token
+from engine.api import Sampled, Sampling
+from engine.ending import end_of
+from kvcache_pool.api import Acquire, DirectoryLink, Found, Grant, Lease, LeaseLost, PoolFull
+from prefill_pool.api import Prefill, PrefillBusy, Prefilled, PrefixLost, StoreLost
+from protocol.blocks import block_hashes
+from protocol.errors import BadMessage, DangoError, DeadlineExceeded, PeerLost, first_error
+from protocol.ids import BlockHash, RequestId
+from protocol.message import Message
+
+RETRY_BUSY_S = 1.0
+"""When to come back to a full queue: it turns over in about this time."""
+
+AGAIN = (PeerLost, PrefixLost, StoreLost, LeaseLost)
+"""Failures of an instance or of the pool, not of the request: another placement may well succeed."""
+
+BUSY = (PoolFull, PrefillBusy, DecodeBusy)
+"""Refusals of an instance that is full."""
+
+log = logging.getLogger("dango.dispatch")
+
+
+@dataclass
+class Choice:
+    """One answer to the prompt, as far as it has come."""
+
+    index: int
+    sampling: Sampling
+    output: list[int] = field(default_factory=list)
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A placement with its lease, and the request's tokens and block names under it."""
+
+    plan: Placement
+    held: HeldLease
+    lease: Lease
+    tokens: list[int]
+    blocks: list[BlockHash]
+
+
+class Dispatcher:
+    """Serves asks. Owns the count of requests in flight; everything else is handed in."""
+
+    def __init__(
+        self,
+        view: View,
+        peers: Peers,
+        directory: DirectoryLink,
+        metrics: Metrics,
+        *,
+        in_flight_max: int,
+        balancing_threshold: float,
+    ) -> None:
+        self._view = view
+        self._peers = peers
+        self._directory = directory
+        self._metrics = metrics
+        self._in_flight_max = in_flight_max
+        self._threshold = balancing_threshold
+        self._in_flight = 0
+        self._draining = False
+
+    def readiness(self) -> Readiness:
+        """Whether every pool has an instance that passed its self-test."""
+        missing = ["the conductor is draining"] if self._draining else self._view.missing()
+        return Readiness(not missing, missing)
+
+    def drain(self) -> None:
+        """Refuse new requests from now on."""
+        self._draining = True
+
+    async def serve(self, ask: Ask, reply: Reply) -> None:
+        """Answer; returns when every choice has ended. Raises Refused before the first token, or Failed."""
+        choices = [Choice(index, sampling) for index, sampling in enumerate(ask.samplings)]
+        with self._counted():
+            try:
+                async with asyncio.timeout(ask.within_s):
+                    await self._serve(ask, choices, reply)
+            except BUSY as error:
+                refusal = Refusal("pool_full", str(error), RETRY_BUSY_S, 429)
+                raise _refused(refusal, choices) from error
+            except Refused as error:
+                raise _refused(error.refusal, choices) from error
+            except (TimeoutError, DeadlineExceeded) as error:
+                raise Failed(f"not finished within {ask.within_s:.3g} s") from error
+            except DangoError as error:
+                raise Failed(str(error)) from error
+
+    async def _serve(self, ask: Ask, choices: list[Choice], reply: Reply) -> None:
+        try:
+            return await self._attempt(ask, choices, reply)
+        except AGAIN as error:
+            log.warning("placed again: %s", error, extra={"request": ask.request})
+        # The choices have gone different ways by now, so each is a prompt, and a request, of its own.
+        left = [(replace(ask, request=RequestId(f"{ask.request}.{c.index}")), c) for c in choices if not c.ended]
+        await _together(self._attempt(again, [choice], reply) for again, choice in left)
+
+    async def _attempt(self, ask: Ask, choices: list[Choice], reply: Reply) -> None:
+        """One placement, from lookup to release. `choices` share their tokens so far."""
+        tokens = ask.prompt + choices[0].output
+        root = self._view.manifest.root(ask.tenant, ask.salt)
+        blocks = block_hashes(root, tokens)
+        plan = await self._plan(tokens, blocks)
+        held = HeldLease(self._directory, self._acquire(ask, plan, tokens, blocks))
+        with self._entered(plan.decode, ask, choices, len(tokens)):
+            async with held as lease:
+                placed = Placed(plan, held, lease, tokens, blocks)
+                prefilled = await self._prefill(ask, choices, placed)
+                if not any(choice.output for choice in choices):
+                    reply.prefilled(prefilled.reused_tokens)
+                joining = _Countdown(len(choices), held)
+                firsts = zip(choices, prefilled.first, strict=True)
+                await _together(self._follow(ask, c, first, placed, joining, reply) for c, first in firsts)
+
+    async def _plan(self, tokens: list[int], blocks: list[BlockHash]) -> Placement:
+        """Where to go. Raises Refused."""
+        step = self._view.manifest.layout.block_tokens
+        prompt = Prompt(len(tokens), (len(tokens) - 1) // step)
+        found = Found(0, {})
+        if not self._view.missing():
+            found = await self._directory.get().lookup(blocks[: prompt.reusable])
+        plan = place(self._view, prompt, found, self._threshold)
+        if isinstance(plan, Refusal):
+            raise Refused(plan)
+        return plan
+
+    def _acquire(self, ask: Ask, plan: Placement, tokens: list[int], blocks: list[BlockHash]) -> Acquire:
+        tail = 1 if len(tokens) % self._view.manifest.layout.block_tokens else 0
+        return Acquire(ask.request, blocks, plan.reuse, tail, plan.near)
+
+    async def _prefill(self, ask: Ask, choices: list[Choice], placed: Placed) -> Prefilled:
+        lease, instance = placed.lease, placed.plan.prefill
+        message = Prefill(
+            request=ask.request,
+            tokens=placed.tokens,
+            prompt_tokens=len(ask.prompt),
+            blocks=placed.blocks,
+            lease=lease.lease,
+            sources=lease.sources,
+            targets=lease.targets,
+            places=lease.places,
+            samplings=[choice.sampling for choice in choices],
+        )
+        computed = len(placed.tokens) - len(lease.sources) * self._view.manifest.layout.block_tokens
+        key = choices[0].index
+        self._view.place(instance, ask.request, key, computed)
+        try:
+            async with self._watched(instance):
+                prefilled = await self._peers.of(instance).call(message, Prefilled, within_s=ask.within_s)
+        finally:
+            self._view.release(instance, ask.request, key)
+        self._metrics.observe_queue(prefilled.queue_s)
+        self._metrics.observe_prefill(prefilled.compute_s)
+        return prefilled
+
+    async def _follow(
+        self, ask: Ask, choice: Choice, first: Sampled, placed: Placed, joining: "_Countdown", reply: Reply
+    ) -> None:
+        """One choice from its first token to its end."""
+        if await self._emit(choice, first, reply):
+            return await joining.one()
+        reason = end_of(choice.sampling, choice.output)
+        if reason is not None:
+            choice.ended = True
+            await joining.one()
+            return await reply.end(choice.index, reason)
+        began = asyncio.get_running_loop().time()
+        message, instance = self._decode(ask, choice, placed), placed.plan.decode
+        async with (
+            self._watched(instance),
+            self._peers.of(instance).stream(message, within_s=ask.within_s) as stream,
+        ):
+            async for answer in stream:
+                if await self._advance(choice, answer.message, joining, reply):
+                    break
+        self._metrics.observe_decode(asyncio.get_running_loop().time() - began)
+
+    def _decode(self, ask: Ask, choice: Choice, placed: Placed) -> Decode:
+        sources: list[Grant] = placed.lease.sources + placed.lease.targets
+        return Decode(
+            request=ask.request,
+            choice=choice.index,
+            prompt=ask.prompt,
+            output=choice.output,
+            blocks=placed.blocks,
+            tenant=ask.tenant,
+            salt=ask.salt,
+            sources=sources,
+            places=placed.lease.places,
+            sampling=choice.sampling,
+        )
+
+    async def _advance(self, choice: Choice, item: Message, joining: "_Countdown", reply: Reply) -> bool:
+        """Take in one item of a decode stream. True: nothing more is wanted of it."""
+        match item:
+            case Joined():
+                self._metrics.observe_transfer(item.load_s)
+                await joining.one()
+                return False
+            case Token():
+                return await self._emit(choice, item.sampled, reply)
+            case Ended():
+                choice.ended = True
+                await reply.end(choice.index, item.reason)
+                return False  # the stream ends by itself
+        raise BadMessage(f"a decode stream brought a {type(item).__name__}")
+
+    async def _emit(self, choice: Choice, sampled: Sampled, reply: Reply) -> bool:
+        """Send a token to the client. True: the client's stop string ended the choice."""
+        choice.output.append(sampled.token)
+        choice.ended = not await reply.token(choice.index, sampled)
+        return choice.ended
+
+    @contextlib.asynccontextmanager
+    async def _watched(self, instance: Instance) -> AsyncIterator[None]:
+        """If the connection to `instance` breaks, place nothing more there until it registers again."""
+        try:
+            yield
+        except PeerLost:
+            self._view.give_up(instance)
+            await self._peers.drop(instance)
+            raise
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count a request in flight. Raises Refused beyond the bound."""
+        if self._draining:
+            raise Refused(Refusal("draining", "the service is shutting down", RETRY_BUSY_S))
+        if self._in_flight >= self._in_flight_max:
+            text = f"{self._in_flight} requests are in flight, as many as are allowed"
+            raise Refused(Refusal("queue_full", text, RETRY_BUSY_S, 429))
+        self._in_flight += 1
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+
+    @contextlib.contextmanager
+    def _entered(self, decode: Instance, ask: Ask, choices: list[Choice], tokens: int) -> Iterator[None]:
+        """The ledger's entry of the decode instance, from placement to the end: it is on its way there."""
+        for choice in choices:
+            self._view.place(decode, ask.request, choice.index, tokens)
+        try:
+            yield
+        finally:
+            for choice in choices:
+                self._view.release(decode, ask.request, choice.index)
+
+
+class _Countdown:
+    """Gives a lease back as soon as the last of so many choices needs it no more."""
+
+    def __init__(self, count: int, held: HeldLease) -> None:
+        self._left = count
+        self._held = held
+
+    async def one(self) -> None:
+        """One choice has its KV, or needs none."""
+        self._left -= 1
+        if self._left == 0:
+            await self._held.give_back()
+
+
+def _refused(refusal: Refusal, choices: list[Choice]) -> Refused | Failed:
+    """Before the first token a refusal is an answer; after it, the request has failed."""
+    if any(choice.output for choice in choices):
+        return Failed(f"placed again, and refused: {refusal.text}")
+    return Refused(refusal)
+
+
+async def _together(runs: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run all to their end; when one fails, cancel the others and raise what it raised."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for run in runs:
+                tasks.create_task(run)
+    except ExceptionGroup as group:
+        raise first_error(group) from group

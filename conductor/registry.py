@@ -1,0 +1,94 @@
+"""The embedded registry: instances register and report here, and those that fall silent are given up."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from conductor.metrics import Metrics
+from conductor.peers import Peers
+from conductor.view import Instance, View
+from kvcache_pool.api import DirectoryLink
+from protocol.cluster import Manifest
+from protocol.ids import InstanceId
+from protocol.message import Message
+from protocol.registry import GetManifest, Heard, Leave, Register, Report, Welcome
+from protocol.rpc import Ask, Handler, handler
+
+EXPIRE_EVERY_S = 0.5
+"""How often silence is looked for; small against DEAD_AFTER_S."""
+
+log = logging.getLogger("dango.registry")
+
+
+class Registry:
+    """Handlers for the control port, and the loop that gives up the silent."""
+
+    def __init__(self, view: View, peers: Peers, directory: DirectoryLink, metrics: Metrics) -> None:
+        self._view = view
+        self._peers = peers
+        self._directory = directory
+        self._metrics = metrics
+
+    def handlers(self) -> Mapping[type[Message], Handler]:
+        """What the control port answers."""
+        return dict(
+            [
+                handler(Register, self.register),
+                handler(Report, self.report),
+                handler(Leave, self.leave),
+                handler(GetManifest, self.get_manifest),
+            ]
+        )
+
+    async def register(self, message: Register, ask: Ask) -> Welcome:
+        """Let an instance in. Raises Mismatch, Superseded."""
+        older = self._view.register(message, _now())
+        log.info("joined", extra={"instance": message.instance, "pool": message.pool.value})
+        if older is not None:
+            await self._bury(older)
+        await self._directory.follow(self._view.directory)
+        return Welcome(self._heard(message.instance))
+
+    async def report(self, message: Report, ask: Ask) -> Heard:
+        """Take in a heartbeat."""
+        known = self._view.report(message.instance, message.incarnation, message.load, _now())
+        if not known:
+            return Heard(False, self._view.directory)
+        instance = self._view.find(message.instance)
+        assert instance is not None
+        self._metrics.set_pool_load(instance.pool, instance.name, message.load)
+        return self._heard(message.instance)
+
+    async def leave(self, message: Leave, ask: Ask) -> Heard:
+        """An instance ends in good order."""
+        instance = self._view.leave(message.instance, message.incarnation)
+        if instance is not None:
+            log.info("left", extra={"instance": instance.name})
+            await self._bury(instance)
+        return Heard(instance is not None, self._view.directory)
+
+    async def get_manifest(self, message: GetManifest, ask: Ask) -> Manifest:
+        """What a KVCache instance lays its memory out by."""
+        return self._view.manifest
+
+    async def expire_forever(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(EXPIRE_EVERY_S)
+            for instance in self._view.expire(_now()):
+                log.warning("given up: no report", extra={"instance": instance.name})
+                await self._bury(instance)
+
+    async def _bury(self, instance: Instance) -> None:
+        self._metrics.drop_instance(instance.pool, instance.name)
+        await self._peers.drop(instance)
+        await self._directory.follow(self._view.directory)
+
+    def _heard(self, name: InstanceId) -> Heard:
+        instance = self._view.find(name)
+        home = None if instance is None else self._view.home(instance)
+        return Heard(True, self._view.directory, home)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

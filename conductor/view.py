@@ -1,0 +1,139 @@
+"""What the Conductor believes: who is alive, how loaded, and what it has placed where itself.
+
+Pure. Reports correct the belief, the ledger of own placements bridges the time between reports, and a
+report that is late means unknown, not full.
+"""
+
+from dataclasses import dataclass, field
+
+from protocol.cluster import Manifest
+from protocol.ids import Incarnation, InstanceId, RequestId, SegmentId
+from protocol.registry import DEAD_AFTER_S, Load, Pool, Register, Superseded
+
+DEAD_MAX = 256
+"""Ended incarnations that are remembered, so that a late message of theirs is told from a newcomer's."""
+
+
+@dataclass
+class Instance:
+    """One living instance."""
+
+    name: InstanceId
+    incarnation: Incarnation
+    pool: Pool
+    address: str
+    host: str
+    directory: bool
+    heard_at: float
+    load: Load = field(default_factory=Load)
+    placed: dict[tuple[RequestId, int], int] = field(default_factory=dict)
+    """The ledger: tokens of each request that was placed here and has not ended."""
+
+    @property
+    def placed_tokens(self) -> int:
+        """Tokens placed here and not ended."""
+        return sum(self.placed.values())
+
+
+class View:
+    """All living instances. Mutates: register, report, leave, expire, place, release."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._instances: dict[InstanceId, Instance] = {}
+        self._ended: dict[Incarnation, None] = {}
+
+    def register(self, message: Register, now: float) -> Instance | None:
+        """Let an instance in; returns the older incarnation that it replaces. Raises Mismatch, Superseded."""
+        self.manifest.require_equal(message.manifest)
+        if message.incarnation in self._ended:
+            raise Superseded(f"{message.instance} has been replaced, or was given up, in this incarnation")
+        older = self._instances.get(message.instance)
+        if older is not None and older.incarnation != message.incarnation:
+            self._end(older)
+        self._instances[message.instance] = Instance(
+            message.instance,
+            message.incarnation,
+            message.pool,
+            message.address,
+            message.host,
+            message.directory,
+            now,
+        )
+        return older if older is not None and older.incarnation != message.incarnation else None
+
+    def report(self, name: InstanceId, incarnation: Incarnation, load: Load, now: float) -> bool:
+        """Take in a report. False: no such instance is known here."""
+        instance = self._instances.get(name)
+        if instance is None or instance.incarnation != incarnation:
+            return False
+        instance.load, instance.heard_at = load, now
+        return True
+
+    def leave(self, name: InstanceId, incarnation: Incarnation) -> Instance | None:
+        """An instance says that it ends."""
+        instance = self._instances.get(name)
+        if instance is None or instance.incarnation != incarnation:
+            return None
+        return self._end(instance)
+
+    def expire(self, now: float) -> list[Instance]:
+        """Give up those not heard of for DEAD_AFTER_S. One that was only slow may register again."""
+        silent = [i for i in self._instances.values() if now - i.heard_at > DEAD_AFTER_S]
+        for instance in silent:
+            del self._instances[instance.name]
+        return silent
+
+    def give_up(self, instance: Instance) -> None:
+        """An instance could not be reached: it is out until it registers again, as a living one will."""
+        if self._instances.get(instance.name) is instance:
+            del self._instances[instance.name]
+
+    def of(self, pool: Pool) -> list[Instance]:
+        """The living instances of a pool, by name."""
+        return sorted((i for i in self._instances.values() if i.pool is pool), key=lambda i: i.name)
+
+    def find(self, name: InstanceId) -> Instance | None:
+        """A living instance by name."""
+        return self._instances.get(name)
+
+    @property
+    def directory(self) -> str | None:
+        """Where the KVCache pool's directory listens; the first by name, should there be two."""
+        return next((i.address for i in self.of(Pool.KVCACHE) if i.directory), None)
+
+    def home(self, instance: Instance) -> SegmentId | None:
+        """The segment nearest to an instance: on its host; instances of a pool are dealt over several."""
+        segments = [i for i in self.of(Pool.KVCACHE) if i.host == instance.host] or self.of(Pool.KVCACHE)
+        if not segments:
+            return None
+        peers = [i.name for i in self.of(instance.pool) if i.host == instance.host]
+        turn = peers.index(instance.name) if instance.name in peers else 0
+        return SegmentId(segments[turn % len(segments)].name)
+
+    def place(self, instance: Instance, request: RequestId, choice: int, tokens: int) -> None:
+        """Enter a placement in the ledger."""
+        instance.placed[request, choice] = tokens
+
+    def release(self, instance: Instance, request: RequestId, choice: int) -> None:
+        """The request no longer loads this instance."""
+        instance.placed.pop((request, choice), None)
+
+    def missing(self) -> list[str]:
+        """Why requests cannot be served: a sentence for each pool without an instance."""
+        gone = [f"no {pool.value} instance is alive" for pool in Pool if not self.of(pool)]
+        if self.of(Pool.KVCACHE) and self.directory is None:
+            gone.append("no kvcache instance keeps the directory")
+        return gone
+
+    def check(self) -> None:
+        """Asserts that names are unique and nobody is both alive and ended."""
+        assert all(name == instance.name for name, instance in self._instances.items())
+        assert not any(instance.incarnation in self._ended for instance in self._instances.values())
+
+    def _end(self, instance: Instance) -> Instance:
+        del self._instances[instance.name]
+        self._ended[instance.incarnation] = None
+        if len(self._ended) > DEAD_MAX:
+            del self._ended[next(iter(self._ended))]
+        return instance

@@ -1,0 +1,174 @@
+"""Who joins the batch, who waits, who is preempted? Pure: no clock, no tensor, no await.
+
+    waiting ──admit──> loading ──join──> running ──remove──> gone
+    (no pages)         (has pages)          │  ^
+       ^                                preempt│(recomputes what it lost, beside the batch)
+       └────────────────────────────────────┘  │
+                                   admit, with nothing to load
+
+The oldest running request is never preempted, and no request is let in that could not run alone: so the
+batch always moves on.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.paging import Pages, pages_for
+
+Key = tuple[str, int]
+"""Request and choice."""
+
+
+@dataclass
+class Sequence:
+    """One answer under way. `tokens` grows with every step; KV of the first `computed` is in `pages`."""
+
+    key: Key
+    tokens: list[int]
+    tokens_max: int
+    """Prompt and output can never be longer than this."""
+    stored: int
+    """How many tokens' KV the pool holds for it; 0 once it has lost its pages."""
+    computed: int = 0
+    pages: list[int] = field(default_factory=list)
+
+    @property
+    def left(self) -> int:
+        """Tokens without KV: 1 for a sequence that simply goes on, more for one that lost some."""
+        return len(self.tokens) - self.computed
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One sequence's part of a step: compute tokens [start, end); draw a token if that is the last one."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+    @property
+    def draws(self) -> bool:
+        """Whether the step ends with a new token."""
+        return self.end == len(self.sequence.tokens)
+
+
+class Schedule:
+    """The sequences of one instance. Mutates: add, admit, join, step, advance, remove."""
+
+    def __init__(self, pages: Pages, block_tokens: int, batch_max: int, queue_max: int, chunk: int) -> None:
+        self._pages = pages
+        self._block_tokens = block_tokens
+        self._batch_max = batch_max
+        self._queue_max = queue_max
+        self._chunk_tokens = chunk
+        self._waiting: OrderedDict[Key, Sequence] = OrderedDict()
+        self._loading: dict[Key, Sequence] = {}
+        self._running: OrderedDict[Key, Sequence] = OrderedDict()
+        self.preempted = 0
+        """Since the start."""
+
+    @property
+    def waiting(self) -> int:
+        """Sequences without pages."""
+        return len(self._waiting)
+
+    @property
+    def loading(self) -> int:
+        """Sequences whose KV is on its way."""
+        return len(self._loading)
+
+    @property
+    def running(self) -> int:
+        """Sequences in the batch."""
+        return len(self._running)
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens whose KV the next step reads."""
+        return sum(len(sequence.tokens) for sequence in self._running.values())
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a sequence of this length could run here alone."""
+        return pages_for(tokens, self._block_tokens) <= self._pages.total
+
+    def add(self, sequence: Sequence) -> bool:
+        """Queue a sequence. False, and nothing changed, if the queue is full or it is here already."""
+        known = any(sequence.key in group for group in (self._waiting, self._loading, self._running))
+        if known or self.waiting + self.loading + self.running >= self._queue_max:
+            return False
+        self._waiting[sequence.key] = sequence
+        return True
+
+    def admit(self) -> list[Sequence]:
+        """Give pages to waiting sequences, in order, while there is room; they are loading then."""
+        admitted = []
+        while self._waiting and self.loading + self.running < self._batch_max:
+            sequence = next(iter(self._waiting.values()))
+            pages = self._pages.take(pages_for(len(sequence.tokens), self._block_tokens))
+            if pages is None:
+                break  # no overtaking: a long request would starve behind short ones
+            del self._waiting[sequence.key]
+            sequence.pages = pages
+            self._loading[sequence.key] = sequence
+            admitted.append(sequence)
+        return admitted
+
+    def join(self, sequence: Sequence, computed: int) -> None:
+        """The KV of the first `computed` tokens has been loaded; run from the next step on."""
+        del self._loading[sequence.key]
+        sequence.computed = min(computed, len(sequence.tokens) - 1)
+        self._running[sequence.key] = sequence
+
+    def step(self, hindered: Callable[[Sequence], None]) -> list[Plan]:
+        """The next step. Sequences that must give up their pages for it are told to `hindered`."""
+        plans = []
+        for sequence in list(self._running.values()):
+            if sequence.key in self._running and self._make_room(sequence, hindered):
+                end = min(sequence.computed + self._chunk_tokens, len(sequence.tokens))
+                plans.append(Plan(sequence, sequence.computed, end))
+        return [plan for plan in plans if plan.sequence.key in self._running]
+
+    def advance(self, plan: Plan, token: int | None) -> None:
+        """A plan has been computed; `token` is what it drew."""
+        plan.sequence.computed = plan.end
+        if token is not None:
+            plan.sequence.tokens.append(token)
+
+    def remove(self, key: Key) -> None:
+        """Forget a sequence and free its pages. Nobody may touch them any more."""
+        found = [group.pop(key) for group in (self._waiting, self._loading, self._running) if key in group]
+        for sequence in found:
+            self._pages.give(sequence.pages)
+            sequence.pages = []
+
+    def _make_room(self, sequence: Sequence, hindered: Callable[[Sequence], None]) -> bool:
+        """A page for every token of this step, taken from the youngest if need be. False: it was the youngest."""
+        missing = pages_for(len(sequence.tokens), self._block_tokens) - len(sequence.pages)
+        while missing > self._pages.free:
+            youngest = next(reversed(self._running.values()))
+            self._preempt(youngest)
+            hindered(youngest)
+            if youngest is sequence:
+                return False
+        taken = self._pages.take(max(missing, 0))
+        assert taken is not None
+        sequence.pages.extend(taken)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        del self._running[sequence.key]
+        self._pages.give(sequence.pages)
+        sequence.pages, sequence.computed, sequence.stored = [], 0, 0
+        self._waiting[sequence.key] = sequence
+        self._waiting.move_to_end(sequence.key, last=False)  # it was here before those who wait
+        self.preempted += 1
+
+    def check(self) -> None:
+        """Asserts that pages are conserved and nobody is in two states."""
+        self._pages.check()
+        held = [*self._loading.values(), *self._running.values()]
+        assert sum(len(sequence.pages) for sequence in held) + self._pages.free == self._pages.total
+        assert not any(sequence.pages for sequence in self._waiting.values())
+        assert not (self._waiting.keys() & self._loading.keys() | self._waiting.keys() & self._running.keys())
+        assert all(sequence.computed < len(sequence.tokens) for sequence in self._running.values())

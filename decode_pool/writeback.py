@@ -1,0 +1,75 @@
+"""Full blocks that decoding makes go back to the pool: the next turn of a chat finds them there.
+
+Best effort: when the queue is full or the pool has no room, a block is simply not cached. The bytes
+are copied out of the engine's pages when the block is full, so the pages' own life does not matter here.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache_pool.api import Acquire, DirectoryLink, Mover, Priority
+from protocol.errors import DangoError
+from protocol.ids import BlockHash, RequestId, SegmentId
+
+BLOCKS_MAX = 64
+"""Blocks that wait to be written: a few steps of a full batch; 23 MB of the default model's."""
+
+log = logging.getLogger("dango.writeback")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A full block's name and bytes, shape [layers, 1, run_bytes]."""
+
+    request: RequestId
+    name: BlockHash
+    runs: npt.NDArray[np.uint8]
+
+
+class WriteBack:
+    """One task and its bounded queue."""
+
+    def __init__(self, mover: Mover, directory: DirectoryLink) -> None:
+        self._mover = mover
+        self._directory = directory
+        self._queue: asyncio.Queue[Block] = asyncio.Queue(BLOCKS_MAX)
+        self.near: SegmentId | None = None
+        """The instance's home; heard from the registry."""
+        self.written = 0
+        self.dropped = 0
+
+    def offer(self, block: Block) -> None:
+        """Write this when there is time; dropped if too many wait."""
+        if self._queue.full():
+            self.dropped += 1
+            return
+        self._queue.put_nowait(block)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            block = await self._queue.get()
+            try:
+                await self._write(block)
+                self.written += 1
+            except DangoError as error:
+                self.dropped += 1
+                log.info("a block was not written back: %s", error, extra={"request": block.request})
+
+    async def _write(self, block: Block) -> None:
+        directory = self._directory.get()
+        if (await directory.lookup([block.name])).reach:
+            return  # another answer made the same block
+        ask = Acquire(owner=block.request, blocks=[], reuse=0, unnamed=1, near=self.near)
+        lease = await directory.acquire(ask)
+        try:
+            self._mover.know(lease.places)
+            for layer, runs in enumerate(block.runs):
+                await self._mover.write(layer, lease.targets, runs, [0], Priority.WRITE_BACK)
+            await directory.commit(lease.lease, [0], [block.name])
+        finally:
+            await asyncio.shield(directory.release(lease.lease))

@@ -1,0 +1,66 @@
+"""How an instance of any pool lives: it listens, registers, works, reports, and leaves."""
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from protocol.cluster import Manifest
+from protocol.errors import first_error
+from protocol.ids import Incarnation, InstanceId
+from protocol.membership import Member
+from protocol.message import Message
+from protocol.registry import Heard, Load, Pool, Register
+from protocol.rpc import Client, Handler, Server
+from protocol.transport import Transport
+
+
+def new_incarnation() -> Incarnation:
+    """A name for this life of a process, unlike any before it."""
+    return Incarnation(uuid.uuid4().hex)
+
+
+@dataclass(frozen=True)
+class Role:
+    """What an instance is in its cluster."""
+
+    pool: Pool
+    instance: str
+    incarnation: Incarnation
+    host: str
+    manifest: Manifest
+    directory: bool = False
+
+    def register(self, address: str) -> Register:
+        """The message that says so."""
+        name = InstanceId(self.instance)
+        return Register(name, self.incarnation, self.pool, address, self.host, self.manifest, self.directory)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an instance does: answer messages, run loops, tell its load, and hear of the cluster."""
+
+    handlers: Mapping[type[Message], Handler]
+    load: Callable[[], Load]
+    heard: Callable[[Heard], Awaitable[None]]
+    loops: Sequence[Callable[[str], Coroutine[Any, Any, None]]] = ()
+    """Each is called with the address that the instance listens at, and runs until cancelled."""
+
+
+async def run_instance(transport: Transport, role: Role, work: Work, *, listen: str, conductor: str) -> None:
+    """Until cancelled. Raises OSError when it cannot listen, Mismatch or Superseded when it is unwelcome."""
+    server = Server(transport.bind(listen), work.handlers)
+
+    def load() -> Load:
+        return replace(work.load(), bad_frames=server.bad_frames)
+
+    try:
+        async with Client(transport, conductor) as client, asyncio.TaskGroup() as tasks:
+            tasks.create_task(server.serve())
+            for loop in work.loops:
+                tasks.create_task(loop(server.address))
+            tasks.create_task(Member(client, role.register(server.address), load, work.heard).run())
+    except ExceptionGroup as group:
+        raise first_error(group) from group
