@@ -34,6 +34,9 @@ writer gives up before its blocks can go to somebody else."""
 DIRECTORY_S = 5.0
 """The deadline of a call to the directory, which answers from memory in well under a millisecond."""
 
+ANNOUNCE_EVERY_S = 0.5
+"""How often a segment tells the directory that it is there."""
+
 TRANSFER_S_MAX = 20.0
 """The deadline of one read or write of one layer."""
 
@@ -83,6 +86,8 @@ class Announce(Message):
     """A segment tells the directory that it is there, every ANNOUNCE_EVERY_S. Answered by Done."""
 
     place: Place
+    generation: int = 0
+    """The highest that any slot has seen: a directory that is new to this segment begins far above it."""
 
 
 class Goodbye(Message):
@@ -207,7 +212,7 @@ class Done(Message):
 
 
 class ReadLayer(Message):
-    """One layer of these slots. Answered by Runs, one buffer a slot, checksums verified; or Stale, Corrupt."""
+    """One layer of these slots. Answered by Runs, one buffer a slot."""
 
     layer: int
     slots: list[int]
@@ -218,17 +223,21 @@ class Runs(Message):
     """The buffers beside this message hold one run each, in the order asked for."""
 
     valid: int
-    """How many were good before the first bad one; only these are sent."""
+    """How many had the right generation before the first that had not; only these are sent."""
+    checksums: list[int]
+    """As they were stored: the reader verifies what arrived."""
     reason: str = ""
     """What was wrong with the first bad one."""
 
 
 class WriteLayer(Message):
-    """Write one layer of these slots from the buffers beside this message. Answered by Done; or Stale."""
+    """Write one layer of these slots from the buffers beside this message. Answered by Done; or Stale, Corrupt."""
 
     layer: int
     slots: list[int]
     generations: list[int]
+    checksums: list[int]
+    """By the writer: a page that was reused while its frame was under way is found out."""
 
 
 class Priority(Enum):

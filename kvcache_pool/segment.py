@@ -48,6 +48,9 @@ MAGIC = b"DANGOSEG"
 FORMAT = 1
 """Raised when the file's layout changes; a process of another version then refuses to attach."""
 
+CREATE_TRIES = 8
+"""Each needs another process to start within the same microseconds."""
+
 PAGE_BYTES = 4096
 HEADER = struct.Struct("<8sI4I16sQ64s")
 """Magic, format, layers, kv_heads, head_dim, block_tokens, kv_type, slots, incarnation."""
@@ -103,7 +106,7 @@ class Geometry:
 class Memory:
     """A mapped segment, the owner's or another's. Methods run in any thread and hold no lock.
 
-    Owns the mapping. Indices must be in range; generations are the directory's.
+    Owns the mapping. Layers must be in range, slots are checked; generations are the directory's.
     """
 
     def __init__(self, file: int, geometry: Geometry) -> None:
@@ -134,28 +137,37 @@ class Memory:
         finally:
             os.close(file)
 
-    def holds(self, slot: int) -> bool:
-        """Whether there is such a slot."""
-        return 0 <= slot < self.geometry.slots
-
     def claim(self, slot: int, generation: int) -> None:
         """A writer with this generation begins. Raises Stale if the slot has been reused."""
-        current = int(self.generations[slot])
+        current = self._generation(slot)
         if current > generation:
             raise Stale(f"slot {slot} has generation {current}, and the grant {generation}")
         self.generations[slot] = generation
 
     def require(self, slot: int, generation: int) -> None:
         """A reader with this generation begins. Raises Stale if the slot has another one."""
-        current = int(self.generations[slot])
+        current = self._generation(slot)
         if current != generation:
             raise Stale(f"slot {slot} has generation {current}, and the grant {generation}")
+
+    def _generation(self, slot: int) -> int:
+        if not 0 <= slot < self.geometry.slots:
+            raise Stale(f"there is no slot {slot}")
+        return int(self.generations[slot])
 
     def put(self, layer: int, slot: int, generation: int, source: Bytes) -> None:
         """Write one run and its checksum. `source` has run_bytes. Raises Stale."""
         self.claim(slot, generation)
         np.copyto(self.runs[slot, layer], source)
         self.checksums[slot, layer] = checksum(source, generation)
+
+    def put_verified(self, layer: int, slot: int, generation: int, source: Bytes, expected: int) -> None:
+        """As `put`, of a run that came with its checksum. Raises Stale, or Corrupt if it changed on the way."""
+        self.claim(slot, generation)
+        np.copyto(self.runs[slot, layer], source)
+        if checksum(source, generation) != expected:
+            raise Corrupt(f"layer {layer} for slot {slot} changed on its way")
+        self.checksums[slot, layer] = expected
 
     def get(self, layer: int, slot: int, generation: int, out: Bytes) -> None:
         """Read one run and verify what was read. Raises Stale or Corrupt; `out` is then garbage."""
@@ -176,8 +188,7 @@ class Segment:
         _require_room(folder, geometry.file_bytes)
         self.segment = segment
         self.incarnation = incarnation
-        self.path = folder / f"{_prefix()}{_plain(segment)}-{_plain(incarnation)}"
-        self._file = _create(self.path)
+        self._file, self.path = _create(folder / f"{_prefix()}{_plain(segment)}-{_plain(incarnation)}")
         try:
             os.ftruncate(self._file, geometry.file_bytes)
             os.pwrite(self._file, geometry.header(incarnation), 0)
@@ -199,9 +210,9 @@ class Segment:
             self._file = -1
 
 
-def checksum(run: Bytes | memoryview, generation: int) -> int:
+def checksum(run: Bytes, generation: int) -> int:
     """Of one run, under the generation that it was written with."""
-    return xxhash.xxh3_64_intdigest(run, generation)
+    return xxhash.xxh3_64_intdigest(run.data, generation)
 
 
 def reclaim(folder: Path = SHM) -> list[Path]:
@@ -219,17 +230,17 @@ def reclaim(folder: Path = SHM) -> list[Path]:
     return removed
 
 
-def _create(path: Path) -> int:
-    """A new, empty, locked file under this name."""
-    while True:
+def _create(wanted: Path) -> tuple[int, Path]:
+    """A new, empty, locked file under this name, or the name with a number."""
+    for attempt in range(CREATE_TRIES):
+        path = wanted.with_name(f"{wanted.name}.{attempt}") if attempt else wanted
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file).st_nlink:
-                return file
-        # Another start took it for a dead owner's in the moment before the lock; it unlinks it.
-        path.unlink(missing_ok=True)
-        os.close(file)
+                return file, path
+        os.close(file)  # in the moment before the lock, another start took it for a dead owner's and removes it
+    raise OSError(f"{wanted} was taken away {CREATE_TRIES} times before it could be locked")
 
 
 def _require_room(folder: Path, wanted: int) -> None:

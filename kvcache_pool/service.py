@@ -1,0 +1,261 @@
+"""The KVCache pool's two services over rpc: the directory, and one node's segment.
+
+Every decision of the directory is one synchronous call into the index, so none is ever half made. Waiting,
+time and logging are here; rules are not.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from kvcache_pool.api import (
+    ANNOUNCE_EVERY_S,
+    DIRECTORY_S,
+    Acquire,
+    Announce,
+    Clear,
+    Cleared,
+    Commit,
+    Discard,
+    Done,
+    Found,
+    GetStats,
+    Goodbye,
+    Lease,
+    Lookup,
+    Place,
+    Priority,
+    ReadLayer,
+    Release,
+    Renew,
+    Runs,
+    Stale,
+    Stats,
+    WriteLayer,
+)
+from kvcache_pool.index import Index
+from kvcache_pool.segment import Segment
+from kvcache_pool.transfer.copiers import Copiers, hops
+from protocol.errors import BadMessage, DangoError
+from protocol.message import Message
+from protocol.registry import Load
+from protocol.rpc import Answer, Ask, Client, Handler, handler
+from protocol.transport import Transport
+
+log = logging.getLogger("dango.kvcache")
+
+SWEEP_EVERY_S = 0.5
+"""How late an expired lease or a silent segment is noticed when nobody asks for anything."""
+
+LEASE_S_MAX = 600.0
+"""The longest lease that can be asked for: a holder that needs more renews, or is dead."""
+
+RUNS_MAX = 4096
+"""Of one message between a reader or writer and a segment; far more than its bound on bytes allows."""
+
+
+class DirectoryService:
+    """Answers for the index. Owns it; `sweep` must run beside the server."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+
+    def handlers(self) -> dict[type[Message], Handler]:
+        """For `Server`."""
+        return dict(
+            [
+                handler(Lookup, self._lookup),
+                handler(Acquire, self._acquire),
+                handler(Commit, self._commit),
+                handler(Renew, self._renew),
+                handler(Release, self._release),
+                handler(Discard, self._discard),
+                handler(Clear, self._clear),
+                handler(GetStats, self._stats),
+                handler(Announce, self._announce),
+                handler(Goodbye, self._goodbye),
+            ]
+        )
+
+    async def sweep(self) -> None:
+        """End what is overdue, until cancelled."""
+        while True:
+            await asyncio.sleep(SWEEP_EVERY_S)
+            now = _now()
+            for claim in self._index.expire(now):
+                log.warning("lease %s of %s expired unreleased", claim.lease, claim.owner)
+            for segment in self._index.silent(now):
+                log.warning("segment %s is silent: its blocks are given up", segment)
+
+    def load(self) -> Load:
+        """Blocks of the whole pool, which this instance keeps the books of."""
+        stats = self._index.stats()
+        return Load(
+            blocks_total=stats.total,
+            blocks_free=stats.free,
+            blocks_leased=stats.leased,
+            blocks_pending=stats.reserved,
+            evicted=stats.evicted,
+        )
+
+    async def _lookup(self, message: Lookup, _: Ask) -> Found:
+        return self._index.find(message.blocks)
+
+    async def _acquire(self, message: Acquire, _: Ask) -> Lease:
+        _require_lease_s(message.lease_s)
+        if message.reuse < 0 or message.unnamed < 0:
+            raise BadMessage("reuse and unnamed count blocks: they are not negative")
+        return self._index.acquire(message, _now())
+
+    async def _commit(self, message: Commit, _: Ask) -> Done:
+        try:
+            self._index.commit(message.lease, message.slots, message.blocks, _now())
+        except ValueError as error:
+            raise BadMessage(str(error)) from error
+        return Done()
+
+    async def _renew(self, message: Renew, _: Ask) -> Done:
+        _require_lease_s(message.lease_s)
+        self._index.renew(message.lease, message.lease_s, _now())
+        return Done()
+
+    async def _release(self, message: Release, _: Ask) -> Done:
+        self._index.release(message.lease)
+        return Done()
+
+    async def _discard(self, message: Discard, _: Ask) -> Done:
+        count = self._index.discard(message.grants)
+        log.warning("%d blocks were found bad and are forgotten", count)
+        return Done()
+
+    async def _clear(self, _message: Clear, _: Ask) -> Cleared:
+        return Cleared(self._index.clear())
+
+    async def _stats(self, _message: GetStats, _: Ask) -> Stats:
+        return self._index.stats()
+
+    async def _announce(self, message: Announce, _: Ask) -> Done:
+        if message.place.slots < 1 or message.generation < 0:
+            raise BadMessage(f"segment {message.place.segment} announces {message.place.slots} slots")
+        if self._index.announce(message.place, message.generation, _now()):
+            log.info("segment %s joins with %d blocks", message.place.segment, message.place.slots)
+        return Done()
+
+    async def _goodbye(self, message: Goodbye, _: Ask) -> Done:
+        if self._index.leave(message.segment, message.incarnation):
+            log.info("segment %s leaves", message.segment)
+        return Done()
+
+
+class SegmentService:
+    """Answers for one segment's bytes. Owns copying threads until `close`; the segment is another's."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._memory = segment.memory
+        self._layout = segment.memory.geometry.layout
+        self._copiers = Copiers()
+
+    def handlers(self) -> dict[type[Message], Handler]:
+        """For `Server`."""
+        return dict([handler(ReadLayer, self._read), handler(WriteLayer, self._write)])
+
+    async def _read(self, message: ReadLayer, _: Ask) -> Answer:
+        """Send runs from where they lie; the reader verifies what arrives."""
+        self._require_shape(message.layer, message.slots, message.generations)
+        reason, frames, checksums = "", [], []
+        for slot, generation in zip(message.slots, message.generations, strict=True):
+            try:
+                self._memory.require(slot, generation)
+            except Stale as error:
+                reason = str(error)
+                break
+            frames.append(self._memory.runs[slot, message.layer].data)
+            checksums.append(int(self._memory.checksums[slot, message.layer]))
+        return Answer(Runs(len(frames), checksums, reason), frames)
+
+    async def _write(self, message: WriteLayer, ask: Ask) -> Done:
+        self._require_shape(message.layer, message.slots, message.generations)
+        if not len(ask.buffers) == len(message.checksums) == len(message.slots):
+            raise BadMessage(f"{len(message.slots)} slots, {len(ask.buffers)} buffers")
+        if any(buffer.nbytes != self._layout.run_bytes for buffer in ask.buffers):
+            raise BadMessage(f"a run has {self._layout.run_bytes} bytes")
+        for hop in hops(len(message.slots), self._layout.run_bytes):
+            await self._copiers.run(Priority.STORE, self._put, message, ask.buffers, hop)
+        return Done()
+
+    def _put(self, message: WriteLayer, buffers: Sequence[memoryview], hop: slice) -> None:
+        rows = (message.slots[hop], message.generations[hop], message.checksums[hop], buffers[hop])
+        for slot, generation, expected, buffer in zip(*rows, strict=True):
+            run = np.frombuffer(buffer, np.uint8)
+            self._memory.put_verified(message.layer, slot, generation, run, expected)
+
+    def _require_shape(self, layer: int, slots: list[int], generations: list[int]) -> None:
+        if not 0 <= layer < self._layout.layers:
+            raise BadMessage(f"there is no layer {layer}")
+        if not len(slots) == len(generations) <= RUNS_MAX:
+            raise BadMessage(f"{len(slots)} slots, {len(generations)} generations")
+        if not all(0 <= generation < 1 << 64 for generation in generations):
+            raise BadMessage("a generation has 64 bits")
+
+    def close(self) -> None:
+        """End the threads."""
+        self._copiers.close()
+
+
+def place_of(segment: Segment, address: str, host: str) -> Place:
+    """Where others find this segment."""
+    geometry = segment.memory.geometry
+    return Place(
+        segment.segment,
+        segment.incarnation,
+        address,
+        host,
+        str(segment.path),
+        geometry.slots,
+        geometry.layout,
+    )
+
+
+async def announce(
+    segment: Segment, place: Place, transport: Transport, directory: Callable[[], str | None]
+) -> None:
+    """Tell whichever directory there is that the segment is there, until cancelled; then say goodbye."""
+    client: Client | None = None
+    try:
+        while True:
+            address = directory()
+            if client is not None and client.address != address:
+                await client.aclose()
+                client = None
+            if client is None and address is not None:
+                client = Client(transport, address).start()
+            if client is not None:
+                with _unreachable(client.address):
+                    await client.call(Announce(place, segment.generation), Done, within_s=DIRECTORY_S)
+            await asyncio.sleep(ANNOUNCE_EVERY_S)
+    finally:
+        if client is not None:
+            with _unreachable(client.address):
+                await client.call(Goodbye(place.segment, place.incarnation), Done, within_s=ANNOUNCE_EVERY_S)
+            await client.aclose()
+
+
+@contextmanager
+def _unreachable(address: str) -> Iterator[None]:
+    """The directory may be away: requests are then served cold, and the next announcement tries again."""
+    try:
+        yield
+    except DangoError as error:
+        log.warning("the directory at %s does not answer: %s", address, error)
+
+
+def _require_lease_s(lease_s: float) -> None:
+    if not 0.0 < lease_s <= LEASE_S_MAX:
+        raise BadMessage(f"a lease lasts more than 0 and at most {LEASE_S_MAX} s, not {lease_s}")
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

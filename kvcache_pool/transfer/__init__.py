@@ -1,0 +1,1 @@
+"""How runs travel between an engine's pages and segments: through shared memory, or over a socket."""
