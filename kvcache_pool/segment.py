@@ -150,6 +150,15 @@ class Memory:
         if current != generation:
             raise Stale(f"slot {slot} has generation {current}, and the grant {generation}")
 
+    def self_test(self) -> None:
+        """Write a run and read it back; to be called before anybody has a grant. Raises Corrupt."""
+        run = np.arange(self.geometry.layout.run_bytes, dtype=np.uint64).astype(np.uint8)
+        copy = np.empty_like(run)
+        self.put(0, 0, 0, run)
+        self.get(0, 0, 0, copy)
+        if not np.array_equal(run, copy):
+            raise Corrupt("memory does not return what was written to it")
+
     def _generation(self, slot: int) -> int:
         if not 0 <= slot < self.geometry.slots:
             raise Stale(f"there is no slot {slot}")

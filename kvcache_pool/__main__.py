@@ -1,0 +1,109 @@
+"""Starts one KVCache instance: `dango kvcache`. Only here are the real collaborators put together."""
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvcache_pool.config import KVCacheConfig
+from kvcache_pool.index import Index
+from kvcache_pool.segment import Geometry, Segment
+from kvcache_pool.service import DirectoryService, SegmentService, announce, place_of
+from protocol.cluster import Manifest
+from protocol.errors import DangoError, PeerLost
+from protocol.ids import SegmentId
+from protocol.instance import Role, Work, new_incarnation, run_instance
+from protocol.process import configure_logging, run_process
+from protocol.registry import REPORT_EVERY_S, GetManifest, Heard, Load, Pool
+from protocol.rpc import Client
+from protocol.settings import SettingsError, add_flags, load_section
+from protocol.transport import Transport
+from protocol.zmq_transport import ZmqTransport
+
+MANIFEST_S = 120.0
+"""How long to wait for the Conductor, which may have a large model to read before it answers."""
+
+log = logging.getLogger("dango.kvcache")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until a signal. Returns the exit code."""
+    parser = argparse.ArgumentParser("dango kvcache", description="One KVCache instance: memory for KV blocks.")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML; this reads [kvcache]")
+    add_flags(parser, KVCacheConfig)
+    flags = parser.parse_args(argv)
+    try:
+        config = load_section(KVCacheConfig, "kvcache", flags=flags, environ=os.environ, file=flags.config)
+    except SettingsError as error:
+        parser.error(str(error))
+    configure_logging(config.log_level)
+    try:
+        return run_process(run(config))
+    except (DangoError, OSError, ValueError) as error:
+        log.error("cannot serve: %s", error)
+        return 1
+
+
+async def run(config: KVCacheConfig) -> None:
+    """Own the network and the memory, and serve until cancelled."""
+    transport = ZmqTransport()
+    try:
+        manifest = await _manifest(transport, config.conductor)
+        geometry = Geometry.within(manifest.layout, config.size_bytes)
+        segment = Segment(SegmentId(config.instance), new_incarnation(), geometry)
+        try:
+            segment.memory.self_test()
+            log.info("memory for %d blocks", geometry.slots, extra={"path": segment.path})
+            await _serve(transport, config, manifest, segment)
+        finally:
+            segment.close()
+    finally:
+        transport.close()
+
+
+async def _serve(transport: Transport, config: KVCacheConfig, manifest: Manifest, segment: Segment) -> None:
+    host = config.host or socket.gethostname()
+    bytes_service = SegmentService(segment)
+    directory = DirectoryService(Index(segment.incarnation)) if config.directory else None
+    elsewhere: str | None = None  # the directory's address, where it is not here
+
+    async def heard(news: Heard) -> None:
+        nonlocal elsewhere
+        elsewhere = news.directory
+
+    async def tell(address: str) -> None:
+        place = place_of(segment, address, host)
+        await announce(segment, place, transport, lambda: address if directory is not None else elsewhere)
+
+    async def sweep(_: str) -> None:
+        if directory is not None:
+            await directory.sweep()
+
+    handlers = bytes_service.handlers() | (directory.handlers() if directory is not None else {})
+    work = Work(handlers, directory.load if directory is not None else Load, heard, (tell, sweep))
+    role = Role(Pool.KVCACHE, config.instance, segment.incarnation, host, manifest, config.directory)
+    try:
+        await run_instance(transport, role, work, listen=config.listen, conductor=config.conductor)
+    finally:
+        bytes_service.close()
+
+
+async def _manifest(transport: Transport, conductor: str) -> Manifest:
+    """Ask until the Conductor answers. Raises PeerLost when it has not in MANIFEST_S."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + MANIFEST_S
+    async with Client(transport, conductor) as client:
+        while True:
+            try:
+                return await client.call(GetManifest(), Manifest, within_s=end - loop.time())
+            except PeerLost:
+                if loop.time() + REPORT_EVERY_S > end:
+                    raise
+            await asyncio.sleep(REPORT_EVERY_S)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,29 @@
+"""The kvcache section of the configuration."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class KVCacheConfig:
+    """One KVCache instance: a segment of this machine's memory, and perhaps the pool's directory."""
+
+    conductor: str = "tcp://127.0.0.1:8002"
+    """Address of the Conductor's control port, where this instance registers."""
+
+    listen: str = "tcp://127.0.0.1:0"
+    """Address to listen at; port 0 takes any free one."""
+
+    instance: str = "kvcache-0"
+    """Lasting name of this instance and of its segment; must be unique in the cluster."""
+
+    host: str = ""
+    """Name of this machine: instances of equal host share memory. Empty means the machine's own name."""
+
+    directory: bool = True
+    """Whether this instance also keeps the pool's directory; exactly one of a cluster should."""
+
+    size_bytes: int = 768 << 20
+    """Memory given to KV blocks, in /dev/shm; it is taken as blocks come to be used."""
+
+    log_level: str = "info"
+    """Least severe log that is written: debug, info, warning or error."""
