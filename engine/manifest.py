@@ -1,7 +1,10 @@
 """What a model on disk makes of a cluster: the manifest that all its members must share."""
 
-from engine.checkpoint import Checkpoint
-from engine.tokenizer import Tokenizer
+from dataclasses import dataclass
+
+from engine.checkpoint import Checkpoint, open_checkpoint
+from engine.fetch import model_name, resolve_model
+from engine.tokenizer import Tokenizer, open_tokenizer
 from protocol.blocks import BlockLayout
 from protocol.cluster import Manifest
 
@@ -37,3 +40,30 @@ def manifest_of(
             kv_type=dtype,
         ),
     )
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model on disk, opened but not loaded: no weights are in memory."""
+
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    manifest: Manifest
+
+
+def open_model(model: str, *, served_as: str, dtype: str, block_tokens: int, context_tokens: int) -> Model:
+    """Find `model` (empty: the default, fetched at need) and open it; `served_as` empty derives the name.
+
+    Raises ModelNotFound, UnsupportedModel or ValueError, each with a sentence for a person.
+    """
+    path = resolve_model(model or None)
+    checkpoint, tokenizer = open_checkpoint(path), open_tokenizer(path)
+    manifest = manifest_of(
+        checkpoint,
+        tokenizer,
+        model=served_as or model_name(model or path),
+        dtype=dtype,
+        block_tokens=block_tokens,
+        context_tokens=context_tokens,
+    )
+    return Model(checkpoint, tokenizer, manifest)

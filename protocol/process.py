@@ -1,11 +1,22 @@
-"""The frame of every process: one coroutine that runs until a signal, and logs of one line an event."""
+"""The frame of every process: settings in, one coroutine that runs until a signal, logs of one line an event."""
 
+import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import signal
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from protocol.errors import DangoError
+from protocol.settings import SettingsError, add_flags, load_section
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 FIELDS_OF_EVERY_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -46,3 +57,32 @@ def run_process(main: Coroutine[Any, Any, None]) -> int:
     with contextlib.suppress(asyncio.CancelledError):
         asyncio.run(until_signal())
     return 0
+
+
+def run_service(
+    name: str,
+    section: type[T],
+    serve: Callable[[T], Coroutine[Any, Any, None]],
+    *,
+    teaches: str,
+    argv: Sequence[str] | None = None,
+) -> int:
+    """The `main` of a service: read its section, run `serve(config)`. Returns the exit code.
+
+    What a person can mend (a setting, a model, an address, a cluster that this instance does not fit) ends
+    the process with one sentence on standard error and code 1, or 2 for a setting.
+    """
+    parser = argparse.ArgumentParser(f"dango {name}", description=teaches)
+    parser.add_argument("--config", metavar="FILE", type=Path, help=f"settings in TOML; this reads [{name}]")
+    add_flags(parser, section)
+    flags = parser.parse_args(argv)
+    try:
+        config = load_section(section, name, flags=flags, environ=os.environ, file=flags.config)
+    except SettingsError as error:
+        parser.error(str(error))
+    configure_logging(getattr(config, "log_level", "info"))
+    try:
+        return run_process(serve(config))
+    except (DangoError, OSError, ValueError) as error:
+        logging.getLogger(f"dango.{name}").error("cannot go on: %s", error)
+        return 1

@@ -1,0 +1,83 @@
+"""`dango conductor`: the Conductor, built from real parts."""
+
+import asyncio
+import logging
+import random
+import sys
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from conductor.config import ConductorConfig
+from conductor.dispatch import Dispatcher
+from conductor.gateway import Gateway
+from conductor.metrics import Metrics
+from conductor.peers import Peers
+from conductor.registry import Registry
+from conductor.view import View
+from engine.manifest import open_model
+from kvcache_pool.api import DirectoryLink
+from protocol.errors import first_error
+from protocol.process import run_service
+from protocol.rpc import Server
+from protocol.zmq_transport import ZmqTransport
+
+log = logging.getLogger("dango.conductor")
+
+
+async def serve(config: ConductorConfig) -> None:
+    """Serve until cancelled; then refuse newcomers and let running requests end, up to `drain_s`."""
+    model = open_model(
+        config.model,
+        served_as=config.model_name,
+        dtype=config.dtype,
+        block_tokens=config.block_tokens,
+        context_tokens=config.context_tokens,
+    )
+    transport, metrics = ZmqTransport(), Metrics(model.manifest.model)
+    view, peers, directory = View(model.manifest), Peers(transport), DirectoryLink(transport)
+    registry = Registry(view, peers, directory, metrics)
+    dispatcher = Dispatcher(
+        view,
+        peers,
+        directory,
+        metrics,
+        in_flight_max=config.in_flight_max,
+        balancing_threshold=config.balancing_threshold,
+    )
+    gateway = Gateway(dispatcher, model.tokenizer, model.manifest, metrics, config, random.SystemRandom())
+    runner = gateway.runner()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            control = Server(transport.bind(config.listen), registry.handlers())
+            tasks.create_task(control.serve())
+            tasks.create_task(registry.expire_forever())
+            await _serve_http(runner, config)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                dispatcher.drain()
+                await runner.cleanup()
+    except ExceptionGroup as group:
+        raise first_error(group) from group
+    finally:
+        await peers.aclose()
+        await directory.aclose()
+        transport.close()
+
+
+async def _serve_http(runner: web.AppRunner, config: ConductorConfig) -> None:
+    await runner.setup()
+    site = web.TCPSite(runner, config.host, config.port, shutdown_timeout=config.drain_s)
+    await site.start()
+    log.info("serving", extra={"address": f"http://{config.host}:{config.port}"})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    teaches = "The Conductor: the OpenAI-compatible endpoint, the registry, and the placement of every request."
+    return run_service("conductor", ConductorConfig, serve, teaches=teaches, argv=argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""`dango decode`: one decode instance, built from real parts."""
+
+import socket
+import sys
+from collections.abc import Sequence
+
+from decode_pool.config import DecodeConfig
+from decode_pool.service import DecodeService
+from decode_pool.writeback import WriteBack
+from engine.hosting import host_engine
+from engine.manifest import open_model
+from kvcache_pool.api import DirectoryLink
+from kvcache_pool.transfer.mover import PoolMover, Reach
+from protocol.ids import SegmentId
+from protocol.instance import Role, Work, new_incarnation, run_instance
+from protocol.process import run_service
+from protocol.registry import Heard, Pool
+from protocol.zmq_transport import ZmqTransport
+
+
+async def serve(config: DecodeConfig) -> None:
+    """Load the model, then serve until cancelled."""
+    model = open_model(
+        config.model,
+        served_as=config.model_name,
+        dtype=config.dtype,
+        block_tokens=config.block_tokens,
+        context_tokens=config.context_tokens,
+    )
+    host = config.host or socket.gethostname()
+    engine = await host_engine(model, dtype=config.dtype, pages=config.pages, threads=config.threads)
+    transport = ZmqTransport()
+    mover, directory = PoolMover(transport, host, Reach(config.transport)), DirectoryLink(transport)
+    writeback = WriteBack(mover, directory)
+    service = DecodeService(engine, mover, writeback, model.manifest, config)
+
+    async def heard(news: Heard) -> None:
+        writeback.near = None if news.home is None else SegmentId(news.home)
+        await directory.follow(news.directory)
+
+    async def step(_: str) -> None:
+        await service.step_forever()
+
+    async def write_back(_: str) -> None:
+        await writeback.run()
+
+    role = Role(Pool.DECODE, config.instance, new_incarnation(), host, model.manifest)
+    work = Work(service.handlers(), service.load, heard, [step, write_back])
+    try:
+        await run_instance(transport, role, work, listen=config.listen, conductor=config.conductor)
+    finally:
+        await mover.aclose()
+        await directory.aclose()
+        transport.close()
+        engine.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    teaches = "One decode instance: loads KV from the pool into its running batch and streams tokens."
+    return run_service("decode", DecodeConfig, serve, teaches=teaches, argv=argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

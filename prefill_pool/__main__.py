@@ -1,0 +1,58 @@
+"""`dango prefill`: one prefill instance, built from real parts."""
+
+import socket
+import sys
+from collections.abc import Sequence
+
+from engine.hosting import host_engine
+from engine.manifest import open_model
+from kvcache_pool.api import DirectoryLink
+from kvcache_pool.transfer.mover import PoolMover, Reach
+from prefill_pool.config import PrefillConfig
+from prefill_pool.service import PrefillService
+from protocol.instance import Role, Work, new_incarnation, run_instance
+from protocol.process import run_service
+from protocol.registry import Heard, Pool
+from protocol.zmq_transport import ZmqTransport
+
+
+async def serve(config: PrefillConfig) -> None:
+    """Load the model, then serve until cancelled."""
+    model = open_model(
+        config.model,
+        served_as=config.model_name,
+        dtype=config.dtype,
+        block_tokens=config.block_tokens,
+        context_tokens=config.context_tokens,
+    )
+    host = config.host or socket.gethostname()
+    engine = await host_engine(model, dtype=config.dtype, pages=config.pages, threads=config.threads)
+    transport = ZmqTransport()
+    mover, directory = PoolMover(transport, host, Reach(config.transport)), DirectoryLink(transport)
+    service = PrefillService(engine, mover, directory, config)
+
+    async def heard(news: Heard) -> None:
+        await directory.follow(news.directory)
+
+    async def step(_: str) -> None:
+        await service.step_forever()
+
+    role = Role(Pool.PREFILL, config.instance, new_incarnation(), host, model.manifest)
+    work = Work(service.handlers(), service.load, heard, [step])
+    try:
+        await run_instance(transport, role, work, listen=config.listen, conductor=config.conductor)
+    finally:
+        await mover.aclose()
+        await directory.aclose()
+        transport.close()
+        engine.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    teaches = "One prefill instance: computes the KV cache of prompts and stores it, layer by layer, in the pool."
+    return run_service("prefill", PrefillConfig, serve, teaches=teaches, argv=argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
