@@ -1,0 +1,202 @@
+"""Answers as they grow: tokens in, text out, told at once or at the end. Where the dispatcher's tokens go."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from conductor.logprobs import Teller
+from conductor.metrics import Metrics
+from conductor.order import Vocabulary
+from conductor.shapes import Head, Shape, Told, Usage, chunk, event
+from conductor.sse import EventStream
+from conductor.text import TextAssembler
+from engine.api import EndReason, Sampled, Sampling
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one more token did to a choice, or its end."""
+
+    text: str
+    """Ready to be shown; empty while a character or a possible stop string is incomplete."""
+    told: Told | None
+    first: bool
+    reason: EndReason | None = None
+    """Set when the choice is over with this piece."""
+
+
+class Choice:
+    """One choice. Owns its text and its logprobs; after a piece with a reason it is over."""
+
+    def __init__(self, index: int, vocabulary: Vocabulary, stops: Sequence[str], sampling: Sampling) -> None:
+        self.index = index
+        self.tokens = 0
+        self.reason: EndReason | None = None
+        self.told: list[Told] | None = None if sampling.logprobs is None else []
+        self._hidden = frozenset(sampling.stop_tokens)
+        self._min_tokens = sampling.min_tokens
+        self._assembler = TextAssembler(vocabulary.token_bytes, vocabulary.is_special, stops)
+        self._teller = Teller(vocabulary, self._hidden)
+        self._shown: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All that is shown so far."""
+        return "".join(self._shown)
+
+    def push(self, sampled: Sampled) -> Piece:
+        """One more token."""
+        assert self.reason is None, "a token after the end"
+        first = self.tokens == 0
+        self.tokens += 1
+        told = None
+        if self.told is not None:
+            told = self._teller.tell(sampled)
+            self.told.append(told)
+        text = ""
+        if sampled.token not in self._hidden:
+            delta = self._assembler.push(sampled.token, match_stops=self.tokens >= self._min_tokens)
+            text = delta.text
+            self.reason = EndReason.STOP if delta.finished else None
+        self._shown.append(text)
+        return Piece(text, told, first, self.reason)
+
+    def end(self, reason: EndReason) -> Piece:
+        """No more tokens: what was held back is shown."""
+        assert self.reason is None, "a second end"
+        self.reason = reason
+        text = self._assembler.flush()
+        self._shown.append(text)
+        return Piece(text, None, self.tokens == 0, reason)
+
+
+class Listener(Protocol):
+    """Whoever is told of each piece while the answer grows."""
+
+    async def hear(self, choice: Choice, piece: Piece, usage: Usage) -> None:
+        """A choice has grown or ended. May wait; may raise ClientGone."""
+        ...
+
+
+class Silence:
+    """The listener of an answer that is sent as a whole."""
+
+    async def hear(self, choice: Choice, piece: Piece, usage: Usage) -> None:
+        """Nothing to do."""
+
+
+class Chunks:
+    """The listener of a streamed answer: one chunk for each token, one for each end."""
+
+    def __init__(self, stream: EventStream, shape: Shape, head: Head, *, with_usage: bool) -> None:
+        self._stream = stream
+        self._shape = shape
+        self._head = head
+        self._with_usage = with_usage
+
+    async def hear(self, choice: Choice, piece: Piece, usage: Usage) -> None:
+        """A stop string ends a choice together with a token: both chunks then go out in one write."""
+        shape, index = self._shape, choice.index
+        reason = None if piece.reason is None else piece.reason.value
+        if reason is None:
+            deltas = [shape.delta(index, piece.text, piece.told, first=piece.first)]
+        elif piece.text or piece.told or piece.first:
+            deltas = [
+                shape.delta(index, piece.text, piece.told, first=piece.first),
+                shape.delta(index, "", None, reason=reason),
+            ]
+        else:
+            deltas = [shape.delta(index, "", None, reason=reason)]
+        told = usage if self._with_usage else None
+        await self._stream.send(b"".join(event(chunk(shape, self._head, [delta], told)) for delta in deltas))
+
+
+class Watch:
+    """Times one request for the metrics: its first token, and the gaps between the tokens of each choice."""
+
+    def __init__(self, metrics: Metrics, now: Callable[[], float], arrived: float) -> None:
+        self._metrics = metrics
+        self._now = now
+        self._arrived = arrived
+        self._last: dict[int, float] = {}
+
+    def token(self, choice: int) -> None:
+        """A token of a choice came."""
+        now = self._now()
+        if not self._last:
+            self._metrics.first_token(now - self._arrived)
+        elif choice in self._last:
+            self._metrics.next_token(now - self._last[choice])
+        self._last[choice] = now
+        self._metrics.generated()
+
+    def reused(self, tokens: int) -> None:
+        """So many tokens of a prompt needed no computing."""
+        self._metrics.reused(tokens)
+
+    def ended(self, choice: Choice) -> None:
+        """A choice is complete."""
+        assert choice.reason is not None
+        self._metrics.choice_ended(choice.reason, choice.tokens)
+
+
+class Answer:
+    """All choices of one HTTP request, in order: those of its first prompt, then those of its second, ..."""
+
+    def __init__(self, choices: list[Choice], prompt_tokens: int, listener: Listener, watch: Watch) -> None:
+        self.choices = choices
+        self._prompt_tokens = prompt_tokens
+        self._cached_tokens = 0
+        self._listener = listener
+        self._watch = watch
+
+    def usage(self) -> Usage:
+        """The tokens so far."""
+        return Usage(self._prompt_tokens, sum(choice.tokens for choice in self.choices), self._cached_tokens)
+
+    def require_complete(self) -> None:
+        """Asserts that every choice has ended: a truncated answer must not pass for a whole one."""
+        assert all(choice.reason is not None for choice in self.choices), "served, but a choice has no end"
+
+    def prefilled(self, reused_tokens: int) -> None:
+        """A prompt is there; so many of its tokens were not computed anew."""
+        self._cached_tokens += reused_tokens
+        self._watch.reused(reused_tokens)
+
+    async def token(self, index: int, sampled: Sampled) -> bool:
+        """The next token of a choice; False if it needs no more."""
+        choice = self.choices[index]
+        self._watch.token(index)
+        piece = choice.push(sampled)
+        await self._heard(choice, piece)
+        return piece.reason is None
+
+    async def end(self, index: int, reason: EndReason) -> None:
+        """A choice's last token has come."""
+        choice = self.choices[index]
+        await self._heard(choice, choice.end(reason))
+
+    async def _heard(self, choice: Choice, piece: Piece) -> None:
+        if piece.reason is not None:
+            self._watch.ended(choice)
+        await self._listener.hear(choice, piece, self.usage())
+
+
+class Part:
+    """The Reply for one prompt: the answer's choices from `first` on."""
+
+    def __init__(self, answer: Answer, first: int) -> None:
+        self._answer = answer
+        self._first = first
+
+    def prefilled(self, reused_tokens: int) -> None:
+        """See Reply."""
+        self._answer.prefilled(reused_tokens)
+
+    async def token(self, choice: int, sampled: Sampled) -> bool:
+        """See Reply."""
+        return await self._answer.token(self._first + choice, sampled)
+
+    async def end(self, choice: int, reason: EndReason) -> None:
+        """See Reply."""
+        await self._answer.end(self._first + choice, reason)

@@ -1,0 +1,227 @@
+"""What operators see: vLLM's metric names where the meaning is the same, `dango:` for the rest.
+
+Labels come from fixed lists only: the served model's name, pools, states, outcomes. Nothing that a client
+sends becomes a label, so the number of series is constant.
+"""
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+
+from conductor.problem import Outcome
+from engine.api import EndReason
+from protocol.registry import Load, Pool
+
+SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    320,
+    640,
+    1280,
+    2560,
+)
+"""From one step of a small model on a GPU to the longest request on a CPU."""
+
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576)
+
+BLOCK_STATES = ("used", "free", "leased", "pending")
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+
+class Metrics:
+    """The Conductor's registry of counters. Owns all series; any method may be called at any time."""
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+        self._loads: dict[tuple[Pool, str], Load] = {}
+        self._counted: dict[tuple[Pool, str], Load] = {}  # outlives an instance: it may come back
+        self._make_latencies()
+        self._make_counts()
+        self._make_gauges()
+
+    def render(self) -> bytes:
+        """Everything in Prometheus' text format (CONTENT_TYPE)."""
+        return generate_latest(self.registry)
+
+    # --- a request, as the gateway sees it
+
+    def arrived(self) -> None:
+        """A request's headers have been read. `left` must follow."""
+        self._in_flight.inc()
+
+    def left(self, outcome: Outcome, seconds: float) -> None:
+        """The request has ended, so many seconds after it arrived."""
+        self._in_flight.dec()
+        self._requests[outcome].inc()
+        if outcome is Outcome.FINISHED:
+            self._e2e.observe(seconds)
+
+    def prompt(self, tokens: int) -> None:
+        """A prompt was accepted."""
+        self._prompt_tokens.inc(tokens)
+        self._prompt_lengths.observe(tokens)
+
+    def reused(self, tokens: int) -> None:
+        """So many tokens of a prompt were not computed anew."""
+        self._cached_tokens.inc(tokens)
+
+    def first_token(self, seconds: float) -> None:
+        """The first token of a request went out, counted from its arrival."""
+        self._ttft.observe(seconds)
+
+    def next_token(self, seconds: float) -> None:
+        """A later token of a choice went out, counted from the one before."""
+        self._tbt.observe(seconds)
+
+    def generated(self, tokens: int = 1) -> None:
+        """Tokens came from the pools."""
+        self._generation_tokens.inc(tokens)
+
+    def choice_ended(self, reason: EndReason, tokens: int) -> None:
+        """A choice is complete."""
+        self._success[reason].inc()
+        self._output_lengths.observe(tokens)
+
+    # --- a request's phases, as the dispatcher sees them
+
+    def observe_queue(self, seconds: float) -> None:
+        """Accepted, and waiting in an instance's queue."""
+        self._queue.observe(seconds)
+
+    def observe_prefill(self, seconds: float) -> None:
+        """Computing the prompt, loading its cached prefix included."""
+        self._prefill.observe(seconds)
+
+    def observe_transfer(self, seconds: float) -> None:
+        """From the first token to the moment when the decode instance had the KV."""
+        self._transfer.observe(seconds)
+
+    def observe_decode(self, seconds: float) -> None:
+        """From the first token to the last."""
+        self._decode.observe(seconds)
+
+    def placed(self) -> None:
+        """A prompt was given its instances."""
+        self._placed.inc()
+
+    def replaced(self) -> None:
+        """A prompt was placed again, since an instance died."""
+        self._replaced.inc()
+
+    # --- instances, as their reports tell
+
+    def set_pool_load(self, pool: Pool, instance: str, load: Load) -> None:
+        """An instance's latest report."""
+        before = self._counted.get((pool, instance), Load())
+        self._loads[pool, instance] = self._counted[pool, instance] = load
+        self._preempted.inc(_growth(before.preempted, load.preempted))
+        self._evicted.inc(_growth(before.evicted, load.evicted))
+        self._bad_frames.inc(_growth(before.bad_frames, load.bad_frames))
+        self._sum_up(pool)
+
+    def drop_instance(self, pool: Pool, instance: str) -> None:
+        """An instance left, or died."""
+        self._loads.pop((pool, instance), None)
+        self._sum_up(pool)
+
+    def bad_frames(self, count: int = 1) -> None:
+        """Frames that the Conductor itself dropped because they were no message."""
+        self._bad_frames.inc(count)
+
+    def _sum_up(self, pool: Pool) -> None:
+        loads = [load for (of, _), load in self._loads.items() if of is pool]
+        self._up[pool].set(len(loads))
+        free, leased = sum(load.blocks_free for load in loads), sum(load.blocks_leased for load in loads)
+        pending, total = sum(load.blocks_pending for load in loads), sum(load.blocks_total for load in loads)
+        used = max(0, total - free - leased - pending)
+        for state, blocks in zip(BLOCK_STATES, (used, free, leased, pending), strict=True):
+            self._blocks[pool, state].set(blocks)
+        self._running.set(sum(load.running for load in self._loads.values()))
+        self._waiting.set(sum(load.waiting for load in self._loads.values()))
+
+    # --- the series
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float] = SECONDS) -> Histogram:
+        made = Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets)
+        return made.labels(self._model)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, ["model_name"], registry=self.registry).labels(self._model)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, ["model_name"], registry=self.registry).labels(self._model)
+
+    def _make_latencies(self) -> None:
+        self._ttft = self._histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.")
+        self._tbt = self._histogram("vllm:inter_token_latency_seconds", "Between two tokens of a choice.")
+        self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "From arrival to the end, if finished.")
+        self._queue = self._histogram("vllm:request_queue_time_seconds", "Waiting in an instance's queue.")
+        self._prefill = self._histogram("vllm:request_prefill_time_seconds", "Computing the prompt.")
+        self._transfer = self._histogram(
+            "dango:request_transfer_time_seconds", "Moving KV to the decode instance."
+        )
+        self._decode = self._histogram("vllm:request_decode_time_seconds", "From the first token to the last.")
+        self._prompt_lengths = self._histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", TOKENS)
+        self._output_lengths = self._histogram("vllm:request_generation_tokens", "Tokens of a choice.", TOKENS)
+
+    def _make_counts(self) -> None:
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of accepted prompts.")
+        self._cached_tokens = self._counter(
+            "vllm:prompt_tokens_cached", "Prompt tokens that were not computed anew."
+        )
+        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
+        self._preempted = self._counter("vllm:num_preemptions", "Requests preempted by decode instances.")
+        self._evicted = self._counter("dango:evicted_blocks", "Blocks evicted.")
+        self._bad_frames = self._counter("dango:bad_frames", "Frames dropped because they were no message.")
+        self._placed = self._counter("dango:placements", "Prompts that were given their instances.")
+        self._replaced = self._counter("dango:replacements", "Prompts placed again since an instance died.")
+        success = Counter(
+            "vllm:request_success",
+            "Choices that ended.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self._success = {reason: success.labels(self._model, reason.value) for reason in EndReason}
+        requests = Counter(
+            "dango:requests", "Requests by how they ended.", ["model_name", "outcome"], registry=self.registry
+        )
+        self._requests = {outcome: requests.labels(self._model, outcome.value) for outcome in Outcome}
+
+    def _make_gauges(self) -> None:
+        self._in_flight = self._gauge("dango:requests_in_flight", "HTTP requests that wait for an answer.")
+        self._running = self._gauge("vllm:num_requests_running", "Requests in the instances' current steps.")
+        self._waiting = self._gauge("vllm:num_requests_waiting", "Requests in the instances' queues.")
+        up = Gauge("dango:instances_up", "Instances alive.", ["model_name", "pool"], registry=self.registry)
+        self._up = {pool: up.labels(self._model, pool.value) for pool in Pool}
+        blocks = Gauge(
+            "dango:blocks",
+            "Blocks of a pool: used (committed, without a lease), free, leased, pending.",
+            ["model_name", "pool", "state"],
+            registry=self.registry,
+        )
+        self._blocks = {
+            (pool, state): blocks.labels(self._model, pool.value, state) for pool in Pool for state in BLOCK_STATES
+        }
+
+
+def _growth(before: int, now: int) -> int:
+    """How much a count that starts anew with each life of an instance has grown."""
+    return now - before if now >= before else now

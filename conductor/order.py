@@ -1,0 +1,141 @@
+"""From a body's bytes to prompts in tokens: all that is decided about a request before anyone serves it. Pure."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from conductor.body import decode
+from conductor.openai import ChatRequest, Common, CompletionRequest, Reader
+from conductor.problem import Problem, invalid
+from conductor.shapes import ChatShape, CompletionShape, Shape
+from engine.api import Sampling
+from engine.chat_template import MessageError, TemplateError, normalise_messages
+from protocol.cluster import Manifest
+
+
+class Vocabulary(Protocol):
+    """What turning tokens into text needs of the tokenizer."""
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token adds to the text; a special token's spelling."""
+        ...
+
+    def is_special(self, token: int) -> bool:
+        """Whether a token is a control token, never shown as text."""
+        ...
+
+
+class Prompts(Vocabulary, Protocol):
+    """What turning a request into tokens needs of the tokenizer."""
+
+    stop_tokens: frozenset[int]
+    """Tokens that end an answer."""
+
+    @property
+    def vocab(self) -> int:
+        """Token ids are smaller than this."""
+        ...
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """The tokens of a text; with `special`, the spellings of control tokens are these tokens."""
+        ...
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The tokens of a conversation, ready for the assistant's turn. Raises TemplateError."""
+        ...
+
+
+@dataclass(frozen=True)
+class Order:
+    """One HTTP request, checked and tokenised: each prompt is answered in one choice per sampling."""
+
+    shape: Shape
+    prompts: list[list[int]]
+    samplings: list[list[Sampling]]
+    """For each prompt: they differ by the room that the prompt leaves."""
+    stops: list[str]
+    salt: str
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+
+
+class Orders:
+    """Takes requests for one served model. Stateless but for the reader's memory: threads may share it."""
+
+    def __init__(self, tokenizer: Prompts, manifest: Manifest) -> None:
+        self._tokenizer = tokenizer
+        self._manifest = manifest
+        self._reader = Reader()
+
+    def chat(self, data: bytes, seed: int) -> Order:
+        """An order from a chat request. `seed` is used if the client gave none. Raises Problem."""
+        request = self._reader.read(ChatRequest, decode(data))
+        self._require_model(request.model)
+        prompt = self._checked("messages", lambda: self._tokenizer.chat(normalise_messages(request.messages)))
+        return self._order(request, ChatShape(), "messages", [prompt], seed)
+
+    def completion(self, data: bytes, seed: int) -> Order:
+        """An order from a completion request. `seed` is used if the client gave none. Raises Problem.
+
+        A prompt in text may spell control tokens: this endpoint is for clients that write their own templates.
+        """
+        request = self._reader.read(CompletionRequest, decode(data))
+        self._require_model(request.model)
+        prompts = [self._tokens(prompt) for prompt in request.prompts()]
+        return self._order(request, CompletionShape(), "prompt", prompts, seed)
+
+    def _order(self, request: Common, shape: Shape, param: str, prompts: list[list[int]], seed: int) -> Order:
+        ends = self._tokenizer.stop_tokens
+        choices = request.n or 1
+        return Order(
+            shape=shape,
+            prompts=prompts,
+            samplings=[
+                request.samplings(self._room(prompt, param), ends, seed + number * choices)
+                for number, prompt in enumerate(prompts)
+            ],
+            stops=request.stop,
+            salt=request.cache_salt or "",
+            stream=bool(request.stream),
+            include_usage=request.include_usage(),
+            continuous_usage=request.continuous_usage(),
+        )
+
+    def _require_model(self, name: str | None) -> None:
+        if name is not None and name != self._manifest.model:
+            message = f"The model {name!r} does not exist here; {self._manifest.model!r} is served."
+            raise Problem(404, message, param="model", code="model_not_found")
+
+    def _tokens(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return self._checked("prompt", lambda: self._tokenizer.encode(prompt, special=True))
+        size = self._tokenizer.vocab
+        if not all(0 <= token < size for token in prompt):
+            raise invalid(f"Token ids must be from 0 to {size - 1}.", "prompt")
+        return prompt
+
+    def _checked(self, param: str, tokenise: Callable[[], list[int]]) -> list[int]:
+        try:
+            tokens = tokenise()
+        except MessageError as error:
+            raise invalid(str(error), error.field) from None
+        except TemplateError as error:
+            raise invalid(str(error), param, "template_refused") from None
+        except UnicodeError:
+            raise invalid(f"{param} holds half a character (a lone surrogate).", param) from None
+        if not tokens:
+            raise invalid(f"{param} is empty: there is nothing to go on from.", param)
+        return tokens
+
+    def _room(self, prompt: list[int], param: str) -> int:
+        """Tokens that the answer may have. A longer max_tokens is cut to it, and ends with reason `length`."""
+        context = self._manifest.context_tokens
+        if len(prompt) >= context:
+            raise invalid(
+                f"The context is {context} tokens, but the prompt alone has {len(prompt)} tokens, "
+                "and an answer needs one at least.",
+                param,
+                "context_length_exceeded",
+            )
+        return context - len(prompt)
