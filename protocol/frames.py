@@ -7,6 +7,7 @@
 left, since clocks differ between hosts.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -83,5 +84,7 @@ def decode(frames: Sequence[Buffer]) -> tuple[Header, list[memoryview]]:
                 raise BadMessage(f"protocol version {version}, not {PROTOCOL_VERSION}")
             if kind not in KINDS:
                 raise BadMessage(f"unknown kind of frame {kind}")
+            if within_s is not None and not math.isfinite(within_s):
+                raise BadMessage(f"{within_s} seconds left")  # NaN would upset the order of the loop's timers
             return Header(Kind(kind), call, within_s, tag, fields), [memoryview(f) for f in frames[1:]]
     raise BadMessage("a header of another shape")

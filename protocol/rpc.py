@@ -119,7 +119,7 @@ class Client:
         number = next(self._numbers)
         self._open[number] = _Call()
         try:
-            async with asyncio.timeout(min(within_s, CONNECT_S)):
+            async with asyncio.timeout(CONNECT_S):
                 await self._link.send([encode(Kind.CALL, number, message, within_s), *buffers])
         except BaseException as error:
             del self._open[number]
@@ -214,7 +214,7 @@ class Stream:
         try:
             self._number = await self._client.open(message, buffers, within_s)
         except BaseException as error:
-            await self._timeout.__aexit__(type(error), error, error.__traceback__)
+            await self._end_timeout(type(error), error, error.__traceback__)
             raise
         return self
 
@@ -233,11 +233,16 @@ class Stream:
         try:
             await self._client.shut(self._number)
         finally:
-            try:
-                await self._timeout.__aexit__(kind, error, trace)
-            except TimeoutError as late:
-                text = f"{type(self._ask[0]).__name__} at {self._client.address} took over {self._ask[2]:.3g} s"
-                raise DeadlineExceeded(text) from late
+            await self._end_timeout(kind, error, trace)
+
+    async def _end_timeout(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._timeout.__aexit__(kind, error, trace)
+        except TimeoutError as late:
+            text = f"{type(self._ask[0]).__name__} at {self._client.address} took over {self._ask[2]:.3g} s"
+            raise DeadlineExceeded(text) from late
 
 
 @dataclass(frozen=True)
