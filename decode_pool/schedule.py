@@ -41,16 +41,13 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Plan:
-    """One sequence's part of a step: compute tokens [start, end); draw a token if that is the last one."""
+    """One sequence's part of a step: compute tokens [start, end)."""
 
     sequence: Sequence
     start: int
     end: int
-
-    @property
-    def draws(self) -> bool:
-        """Whether the step ends with a new token."""
-        return self.end == len(self.sequence.tokens)
+    draws: bool
+    """Whether that reaches its last token, so that the step draws a new one."""
 
 
 class Schedule:
@@ -126,7 +123,7 @@ class Schedule:
         for sequence in list(self._running.values()):
             if sequence.key in self._running and self._make_room(sequence, hindered):
                 end = min(sequence.computed + self._chunk_tokens, len(sequence.tokens))
-                plans.append(Plan(sequence, sequence.computed, end))
+                plans.append(Plan(sequence, sequence.computed, end, end == len(sequence.tokens)))
         return [plan for plan in plans if plan.sequence.key in self._running]
 
     def advance(self, plan: Plan, token: int | None) -> None:

@@ -1,0 +1,199 @@
+"""A decode instance over a fake engine and pool: the text foretold, alone, in a crowd, short of pages."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from decode_pool.api import Decode, DecodeBusy, Ended, Joined, Token, TooLong
+from decode_pool.config import DecodeConfig
+from decode_pool.service import DecodeService
+from decode_pool.writeback import Block
+from engine.api import EndReason, Row, Sampling
+from kvcache_pool.api import Grant, Priority
+from protocol.blocks import block_hashes
+from protocol.errors import BadMessage
+from protocol.ids import RequestId, SegmentId
+from protocol.message import Message
+from protocol.rpc import Ask
+from tests.fakes import LAYOUT, MANIFEST, FakeEngine, MemoryMover, foretell
+
+SEGMENT = SegmentId("kvcache-0")
+PROMPT = [(5 * i) % 89 for i in range(18)]
+
+
+class Kept:
+    """In place of a WriteBack: keeps what it is offered."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+
+    def offer(self, block: Block) -> None:
+        self.blocks.append(block)
+
+
+class Bench:
+    def __init__(self, engine: FakeEngine, config: DecodeConfig) -> None:
+        self.engine, self.mover, self.kept = engine, MemoryMover(), Kept()
+        self.service = DecodeService(engine, self.mover, self.kept, MANIFEST, config)  # type: ignore[arg-type]
+        self.slots = 0
+
+    async def stored(
+        self, prompt: list[int], tokens: int, name: str = "r", output: int = 1, **more: object
+    ) -> Decode:
+        """A Decode whose KV a prefill instance has stored, `tokens` long in all."""
+        said = foretell(prompt, output)
+        covered = [*prompt, *said[:-1]]
+        blocks = -(-len(covered) // LAYOUT.block_tokens)
+        writer, pages = FakeEngine(pages=blocks), list(range(blocks))
+        await writer.step([Row(covered, 0, pages)])
+        grants = [Grant(SEGMENT, self.slots + page, 1) for page in pages]
+        self.slots += blocks
+        for layer in range(LAYOUT.layers):
+            await self.mover.write(layer, grants, writer.runs(layer), pages, Priority.STORE)
+        sampling = Sampling(max_tokens=tokens, **more)  # type: ignore[arg-type]
+        names = block_hashes(MANIFEST.root(), covered)
+        return Decode(RequestId(name), 0, prompt, said, names, "", "", grants, [], sampling)
+
+    async def decode(self, message: Decode) -> tuple[list[int], Ended]:
+        """All tokens of the answer, the given ones included, and how it ended."""
+        items: list[Message] = []
+
+        async def send(item: Message, *_: object) -> None:
+            items.append(item)
+
+        ended = await self.service.decode(message, Ask([], 10.0, send))
+        assert isinstance(ended, Ended)
+        assert isinstance(items[0], Joined)
+        tokens = [item.sampled.token for item in items if isinstance(item, Token)]
+        assert len(tokens) == len(items) - 1
+        return [*message.output, *tokens], ended
+
+
+@asynccontextmanager
+async def a_bench(engine: FakeEngine | None = None, **config: int) -> AsyncIterator[Bench]:
+    bench = Bench(engine or FakeEngine(), DecodeConfig(**config))  # type: ignore[arg-type]
+    steps = asyncio.create_task(bench.service.step_forever())
+    yield bench
+    steps.cancel()
+    await asyncio.gather(steps, return_exceptions=True)
+    bench.service.check()
+    load = bench.service.load()
+    assert (load.blocks_free, load.running, load.waiting) == (bench.engine.pages, 0, 0)
+
+
+async def test_the_answer_goes_on_from_loaded_kv():
+    async with a_bench() as bench:
+        tokens, ended = await bench.decode(await bench.stored(PROMPT, 20))
+        assert tokens == foretell(PROMPT, 20)
+        assert ended.reason is EndReason.LENGTH
+        assert bench.engine.tokens_computed == 19
+
+
+async def test_a_crowd_says_the_same_as_each_alone():
+    async with a_bench(FakeEngine(pages=256)) as bench:
+        prompts = [[n, *PROMPT[: n + 1]] for n in range(16)]
+        messages = [await bench.stored(p, 8 + n, name=str(n)) for n, p in enumerate(prompts)]
+        answers = await asyncio.gather(*(bench.decode(message) for message in messages))
+        assert [tokens for tokens, _ in answers] == [foretell(p, 8 + n) for n, p in enumerate(prompts)]
+
+
+async def test_short_of_pages_the_young_give_way_and_all_finish_right():
+    async with a_bench(FakeEngine(pages=14)) as bench:
+        prompts = [[n, *PROMPT[:6]] for n in range(6)]
+        messages = [await bench.stored(p, 24, name=str(n)) for n, p in enumerate(prompts)]
+        answers = await asyncio.gather(*(bench.decode(message) for message in messages))
+        assert [tokens for tokens, _ in answers] == [foretell(p, 24) for p in prompts]
+        assert bench.service.load().preempted > 0
+
+
+@pytest.mark.parametrize("bad", [0, 2, 4])
+async def test_a_block_that_cannot_be_loaded_is_recomputed(bad: int):
+    async with a_bench() as bench:
+        message = await bench.stored(PROMPT, 12)
+        del bench.mover.runs[SEGMENT, bad, 1, 1]
+        tokens, _ = await bench.decode(message)
+        assert tokens == foretell(PROMPT, 12)
+
+
+async def test_an_answer_taken_over_midway_goes_on_the_same():
+    async with a_bench() as bench:
+        tokens, _ = await bench.decode(await bench.stored(PROMPT, 20, output=9))
+        assert tokens == foretell(PROMPT, 20)
+
+
+async def test_full_blocks_are_offered_back_under_their_names_with_their_bytes():
+    async with a_bench() as bench:
+        tokens, _ = await bench.decode(await bench.stored(PROMPT, 12))
+        # All tokens but the last have KV: 18 + 11 = 29, seven full blocks, of which the prompt had four.
+        names = block_hashes(MANIFEST.root(), [*PROMPT, *tokens[:-1]])
+        assert [block.name for block in bench.kept.blocks] == names[4:]
+        writer = FakeEngine(pages=8)
+        await writer.step([Row([*PROMPT, *tokens[:-1]], 0, list(range(8)))])
+        for page, block in enumerate(bench.kept.blocks, 4):
+            assert all((block.runs[layer, 0] == writer.runs(layer)[page]).all() for layer in range(3))
+
+
+async def test_a_stop_token_ends_the_answer_and_is_reported():
+    said = foretell(PROMPT, 12)
+    stop = next(token for n, token in enumerate(said) if n >= 3 and token not in said[:n])
+    async with a_bench() as bench:
+        tokens, ended = await bench.decode(await bench.stored(PROMPT, 12, stop_tokens=[stop]))
+        assert ended.reason is EndReason.STOP
+        assert tokens == said[: said.index(stop) + 1]
+
+
+async def test_the_context_ends_an_answer_that_nothing_else_ends():
+    prompt = [n % 50 for n in range(MANIFEST.context_tokens - 3)]
+    async with a_bench() as bench:
+        tokens, ended = await bench.decode(await bench.stored(prompt, 100))
+        assert ended.reason is EndReason.LENGTH
+        assert tokens == foretell(prompt, 3)
+
+
+async def test_cancelling_leaves_the_batch_before_the_next_step_and_the_others_alone():
+    async with a_bench(FakeEngine(layer_s=0.003)) as bench:
+        other = asyncio.create_task(bench.decode(await bench.stored(PROMPT, 20, name="other")))
+        task = asyncio.create_task(bench.decode(await bench.stored([9, *PROMPT], 200, name="gone")))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert bench.service.load().running == 1
+        assert (await other)[0] == foretell(PROMPT, 20)
+
+
+async def test_what_can_never_fit_and_what_is_one_too_many_is_refused():
+    async with a_bench(FakeEngine(pages=6), queue_max=1) as bench:
+        with pytest.raises(TooLong, match="6 pages"):
+            await bench.decode(await bench.stored(PROMPT, 100))
+        task = asyncio.create_task(bench.decode(await bench.stored(PROMPT, 4)))
+        await asyncio.sleep(0)
+        with pytest.raises(DecodeBusy):
+            await bench.decode(await bench.stored(PROMPT, 4, name="other"))
+        await task
+
+
+async def test_messages_that_do_not_fit_together_are_refused():
+    async with a_bench() as bench:
+        good = await bench.stored(PROMPT, 4)
+        for change in ({"output": []}, {"sources": good.sources[1:]}, {"blocks": good.blocks[1:]}):
+            with pytest.raises(BadMessage):
+                await bench.decode(Decode(**{**vars(good), **change}))
+
+
+async def test_a_step_that_fails_ends_its_requests_and_not_the_loop():
+    class Broken(FakeEngine):
+        broken = True
+
+        def compute(self, layer: int, row: Row) -> None:
+            if self.broken:
+                raise RuntimeError("out of order")
+            super().compute(layer, row)
+
+    engine = Broken()
+    async with a_bench(engine) as bench:
+        with pytest.raises(RuntimeError, match="out of order"):
+            await bench.decode(await bench.stored(PROMPT, 4))
+        engine.broken = False
+        assert (await bench.decode(await bench.stored(PROMPT, 4)))[0] == foretell(PROMPT, 4)

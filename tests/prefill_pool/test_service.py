@@ -1,0 +1,201 @@
+"""A prefill instance over a fake engine and pool: the text foretold, whatever loads, fails or leaves."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from engine.api import Sampling
+from kvcache_pool.api import Directory, DirectoryLink, Grant
+from prefill_pool.api import Prefill, PrefillBusy, PrefixLost, StoreLost
+from prefill_pool.config import PrefillConfig
+from prefill_pool.service import PrefillService
+from protocol.blocks import block_hashes
+from protocol.errors import BadMessage
+from protocol.ids import BlockHash, LeaseId, RequestId, SegmentId
+from protocol.rpc import Ask
+from tests.fakes import LAYOUT, MANIFEST, FakeEngine, MemoryMover, foretell
+
+SEGMENT = SegmentId("kvcache-0")
+PROMPT = [(7 * i) % 97 for i in range(22)]  # five full blocks of four, and a tail of two
+
+
+class NoDirectory(Directory):
+    """Takes commits and discards, and remembers them."""
+
+    def __init__(self) -> None:
+        self.committed: list[BlockHash] = []
+        self.discarded: list[Grant] = []
+
+    async def commit(self, lease: LeaseId, slots: list[int], blocks: list[BlockHash]) -> None:
+        assert len(slots) == len(blocks)
+        self.committed += blocks
+
+    async def discard(self, grants: list[Grant]) -> None:
+        self.discarded += grants
+
+
+class FixedLink(DirectoryLink):
+    def __init__(self, directory: Directory) -> None:
+        self._fixed = directory
+
+    def get(self) -> Directory:
+        return self._fixed
+
+
+class Bench:
+    """One instance and what it stands on."""
+
+    def __init__(self, engine: FakeEngine, queue_max: int = 4) -> None:
+        self.engine, self.mover, self.directory = engine, MemoryMover(), NoDirectory()
+        config = PrefillConfig(chunk_tokens=8, queue_max=queue_max)
+        self.service = PrefillService(engine, self.mover, FixedLink(self.directory), config)
+
+    async def prefill(self, message: Prefill) -> list[int]:
+        done = await self.service.prefill(message, an_ask())
+        assert done.reused_tokens == len(message.sources) * LAYOUT.block_tokens
+        return [sampled.token for sampled in done.first]
+
+
+@asynccontextmanager
+async def a_bench(engine: FakeEngine | None = None, queue_max: int = 4) -> AsyncIterator[Bench]:
+    bench = Bench(engine or FakeEngine(), queue_max)
+    steps = asyncio.create_task(bench.service.step_forever())
+    yield bench
+    steps.cancel()
+    await asyncio.gather(steps, return_exceptions=True)
+    bench.service.check()
+    assert bench.service.load().blocks_free == bench.engine.pages
+
+
+def an_ask() -> Ask:
+    async def send(*_: object) -> None:
+        raise AssertionError("a prefill sends no items")
+
+    return Ask([], 10.0, send)
+
+
+def a_prefill(prompt: list[int], reuse: int = 0, name: str = "r", choices: int = 1) -> Prefill:
+    names = block_hashes(MANIFEST.root(), prompt)
+    grants = [Grant(SEGMENT, slot, 1) for slot in range(-(-len(prompt) // LAYOUT.block_tokens))]
+    return Prefill(
+        RequestId(name),
+        prompt,
+        len(prompt),
+        names,
+        LeaseId("lease"),
+        grants[:reuse],
+        grants[reuse:],
+        [],
+        [Sampling(seed=seed) for seed in range(choices)],
+    )
+
+
+async def test_cold_then_warm_give_the_same_token_and_warm_computes_only_the_rest():
+    async with a_bench() as bench:
+        assert await bench.prefill(a_prefill(PROMPT)) == foretell(PROMPT, 1)
+        assert bench.directory.committed == block_hashes(MANIFEST.root(), PROMPT)
+        assert bench.engine.tokens_computed == len(PROMPT)
+        assert await bench.prefill(a_prefill(PROMPT, reuse=5)) == foretell(PROMPT, 1)
+        assert bench.engine.tokens_computed == len(PROMPT) + 2
+
+
+async def test_every_layer_of_every_block_and_the_tail_is_stored():
+    async with a_bench() as bench:
+        await bench.prefill(a_prefill(PROMPT))
+        assert len(bench.mover.runs) == 6 * LAYOUT.layers
+
+
+async def test_choices_share_one_computation():
+    async with a_bench() as bench:
+        assert await bench.prefill(a_prefill(PROMPT, choices=3)) == foretell(PROMPT, 1) * 3
+        assert bench.engine.tokens_computed == len(PROMPT)
+
+
+async def test_a_layer_waits_for_its_own_prefix_however_late_it_lands():
+    class Slow(MemoryMover):
+        async def read(self, layer, grants, out, pages, priority):  # type: ignore[no-untyped-def]
+            await asyncio.sleep(0.05 if layer in (0, LAYOUT.layers - 1) else 0.0)
+            return await super().read(layer, grants, out, pages, priority)
+
+    async with a_bench() as bench:
+        await bench.prefill(a_prefill(PROMPT))
+        slow = Slow()
+        slow.runs = bench.mover.runs
+        bench.service._mover = slow
+        assert await bench.prefill(a_prefill(PROMPT, reuse=4)) == foretell(PROMPT, 1)
+
+
+async def test_a_block_that_cannot_be_loaded_is_discarded_and_the_request_sent_back():
+    async with a_bench() as bench:
+        await bench.prefill(a_prefill(PROMPT))
+        del bench.mover.runs[SEGMENT, 2, 1, 1]
+        with pytest.raises(PrefixLost, match="block 2"):
+            await bench.prefill(a_prefill(PROMPT, reuse=5))
+        assert bench.directory.discarded == [Grant(SEGMENT, 2, 1)]
+        assert await bench.prefill(a_prefill(PROMPT, reuse=2)) == foretell(PROMPT, 1)
+
+
+async def test_a_store_that_is_refused_sends_the_request_back():
+    async with a_bench() as bench:
+        bench.mover.stale.add((SEGMENT, 3))
+        with pytest.raises(StoreLost):
+            await bench.prefill(a_prefill(PROMPT))
+
+
+async def test_cancelling_stops_within_a_layer_and_frees_the_pages():
+    async with a_bench(FakeEngine(layer_s=0.02)) as bench:
+        task = asyncio.create_task(bench.prefill(a_prefill(PROMPT)))
+        await asyncio.sleep(0.03)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        ran = bench.engine.layers_run
+        await asyncio.sleep(0.06)
+        assert bench.engine.layers_run <= ran + 1 < LAYOUT.layers * 3
+        assert bench.service.load().blocks_free == bench.engine.pages
+
+
+async def test_many_at_once_come_out_right_with_pages_for_two():
+    async with a_bench(FakeEngine(pages=12), queue_max=32) as bench:
+        prompts = [[n, *PROMPT[: n % 20]] for n in range(1, 21)]
+        asks = (bench.prefill(a_prefill(p, name=str(n))) for n, p in enumerate(prompts))
+        assert await asyncio.gather(*asks) == [foretell(p, 1) for p in prompts]
+
+
+async def test_a_full_queue_refuses_at_once():
+    async with a_bench(FakeEngine(layer_s=0.02), queue_max=1) as bench:
+        first = asyncio.create_task(bench.prefill(a_prefill(PROMPT)))
+        await asyncio.sleep(0)
+        with pytest.raises(PrefillBusy):
+            await bench.prefill(a_prefill(PROMPT, name="other"))
+        assert await first == foretell(PROMPT, 1)
+
+
+async def test_messages_that_do_not_fit_together_are_refused():
+    good = a_prefill(PROMPT)
+    bad = [
+        replace(good, tokens=[], prompt_tokens=0),
+        replace(good, targets=good.targets[1:]),
+        replace(good, blocks=good.blocks[1:]),
+        replace(good, prompt_tokens=len(PROMPT) + 1),
+        a_prefill(PROMPT[:20], reuse=5),
+    ]
+    async with a_bench() as bench:
+        for message in bad:
+            with pytest.raises(BadMessage):
+                await bench.prefill(message)
+
+
+async def test_a_pass_that_fails_ends_its_request_and_not_the_loop():
+    class Broken(FakeEngine):
+        def compute(self, layer: int, row: object) -> None:
+            if 13 in row.tokens:  # type: ignore[attr-defined]
+                raise RuntimeError("no such token")
+            super().compute(layer, row)  # type: ignore[arg-type]
+
+    async with a_bench(Broken()) as bench:
+        with pytest.raises(RuntimeError):
+            await bench.prefill(a_prefill([1, 13, 2]))
+        assert await bench.prefill(a_prefill([1, 2, 3], name="next")) == foretell([1, 2, 3], 1)
