@@ -8,6 +8,10 @@ from typing import Literal
 class ServeConfig:
     """How many instances to start on this machine, where to listen, and how patient to be."""
 
+    model: str | None = None
+    """What to serve, as MODEL; none is SmolLM2-135M-Instruct."""
+    model_name: str | None = None
+    """Name that clients use for the model; none derives it from the model."""
     host: str = "127.0.0.1"
     """Address that the HTTP service listens on; 0.0.0.0 opens it to the network."""
     port: int = 8000

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import aiohttp
 
 from deploy.instance import Instance
+from deploy.runtime import remove_shm, shm_files
 
 ASK_READY_EVERY_S = 0.2
 """The Conductor cannot call us: we ask, as a load balancer would."""
@@ -89,6 +90,7 @@ class Fleet:
 
     async def _down(self) -> None:
         """Conductor first, then all others at once. A second signal cuts all waiting short."""
+        files = {file for instance in self._instances if instance.pid for file in shm_files(instance.pid)}
         order = asyncio.create_task(self._stop_in_order())
         again = asyncio.create_task(self._asked_again.wait())
         await asyncio.wait((order, again), return_when=asyncio.FIRST_COMPLETED)
@@ -97,6 +99,7 @@ class Fleet:
             await asyncio.gather(*(instance.kill() for instance in self._instances))
         again.cancel()
         await asyncio.gather(order, again, return_exceptions=True)
+        remove_shm(files)  # of those that were killed; the others have removed their own
 
     async def _stop_in_order(self) -> None:
         conductor, *others = self._instances

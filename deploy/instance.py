@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deploy.runtime import remove_shm, shm_files
-
 RESTARTS_MAX = 5
 """In a row: what fails six times at once fails for a reason that a seventh try does not mend."""
 
@@ -68,7 +66,6 @@ class Instance:
         self._process: Process | None = None
         self._stopping = asyncio.Event()
         self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
-        self._shm: set[Path] = set()
 
     @property
     def pid(self) -> int | None:
@@ -102,7 +99,6 @@ class Instance:
         process = self._process
         if process is None or process.returncode is not None:
             return
-        self._shm |= shm_files(process.pid)
         self._signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(within_s):
@@ -110,18 +106,15 @@ class Instance:
         except TimeoutError:
             self._tell(f"{self.command.name} did not end within {within_s:g} s; killing it")
             await self.kill()
-        remove_shm(self._shm)
 
     async def kill(self) -> None:
         """SIGKILL, to it and whatever it started."""
         self._stopping.set()
         process = self._process
         if process is not None and process.returncode is None:
-            self._shm |= shm_files(process.pid)
             self._signal(signal.SIGKILL)
             async with asyncio.timeout(KILL_S):
                 await process.wait()
-        remove_shm(self._shm)
 
     async def _live(self) -> int:
         """One life of the process, from start to end. Returns its exit code."""

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.fetch import FetchError, model_name, resolve_model
-
 from deploy.config import ServeConfig
 from deploy.fleet import Fleet, NotReady
 from deploy.instance import Command, Died, Instance
 from deploy.runtime import PortTaken, base_url, claim_port, runtime_folder
+from engine.fetch import FetchError, model_name, resolve_model
 from protocol.settings import SettingsError, add_flags, load_section
 
 ABOUT = """\
@@ -55,20 +54,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Teach the parser what `dango serve` takes."""
     parser.description, parser.epilog = ABOUT, EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="what to serve (default: SmolLM2-135M-Instruct)")
-    parser.add_argument(
-        "--model-name", metavar="NAME", help="the name that clients use (default: the model's own)"
-    )
+    parser.add_argument("given_model", nargs="?", metavar="MODEL", help="what to serve; the same as --model")
     parser.add_argument("--config", metavar="FILE", type=Path, help="settings of all instances, in TOML")
     add_flags(parser, ServeConfig)
 
 
 def serve(arguments: argparse.Namespace) -> int:
     """Run the service until it is stopped. Returns the exit code."""
+    arguments.model = arguments.given_model or arguments.model
     try:
         config = load_section(ServeConfig, "serve", flags=arguments, environ=os.environ, file=arguments.config)
         port = claim_port(config.host, config.port)
-        model = _resolve(arguments.model, arguments.model_name)
+        model = _resolve(config.model, config.model_name)
         with runtime_folder() as folder:
             commands = plan(config, model, folder, port, arguments.config)
             asyncio.run(_run(commands, config, model, base_url(config.host, port)))
