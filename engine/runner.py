@@ -28,10 +28,10 @@ class EngineBroken(RuntimeError):
 def load_engine(
     checkpoint: Checkpoint, *, dtype: str, pages: int, block_tokens: int, threads: int
 ) -> "TorchEngine":
-    """Load the weights and make an engine that has passed its self-test. Blocks for seconds.
+    """Load the weights and make an engine, not yet self-tested. Blocks for seconds.
 
     `dtype` is one of DTYPES, for weights and KV alike; `threads` is how many CPU threads a pass may use.
-    Raises ValueError for settings out of range, OSError, EngineBroken.
+    Raises ValueError for settings out of range, OSError.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {sorted(DTYPES)}, not {dtype!r}")
@@ -39,15 +39,7 @@ def load_engine(
         raise ValueError("pages, block_tokens and threads must be positive")
     arch = checkpoint.architecture
     layout = BlockLayout(arch.layers, arch.kv_heads, arch.head_dim, block_tokens, dtype)
-    engine = TorchEngine(
-        Model(arch, load_weights(checkpoint, DTYPES[dtype])), layout, pages=pages, threads=threads
-    )
-    try:
-        engine.self_test()
-    except BaseException:
-        engine.close()
-        raise
-    return engine
+    return TorchEngine(Model(arch, load_weights(checkpoint, DTYPES[dtype])), layout, pages=pages, threads=threads)
 
 
 class TorchEngine:
@@ -89,10 +81,13 @@ class TorchEngine:
         """Stop the thread, after what it is doing. Idempotent."""
         self._thread.shutdown(wait=True)
 
-    def self_test(self) -> None:
-        """A pass of two tokens in page 0, before it is anyone's. Blocks. Raises EngineBroken."""
+    async def self_test(self) -> None:
+        """Run two tokens in the first page, before it is anyone's: call it before the first request.
+
+        Raises EngineBroken.
+        """
         row = Row(tokens=[0, 1][: self.layout.block_tokens], start=0, pages=[0])
-        logits = self._thread.submit(TorchPass(self, [row]).logits_of_all).result()
+        logits = await self.in_thread(TorchPass(self, [row]).logits_of_all)
         if not np.isfinite(logits).all():
             raise EngineBroken("the self-test gave logits that are not finite")
 

@@ -16,7 +16,7 @@ LOGPROB_MIN = -9999.0
 """Reported in place of minus infinity and of everything below, which JSON cannot say or nobody can use."""
 
 NUCLEUS_FIRST = 256
-"""How many of the likeliest tokens `top_p` looks at before it sorts the whole vocabulary, which takes far longer."""
+"""How many of the likeliest tokens `top_p` looks at before it sorts the whole vocabulary, which is slow."""
 
 
 def sample(logits: Floats, draw: Draw) -> Sampled:
