@@ -130,9 +130,9 @@ class Watch:
         self._last[choice] = now
         self._metrics.generated()
 
-    def reused(self, tokens: int) -> None:
-        """So many tokens of a prompt needed no computing."""
-        self._metrics.reused(tokens)
+    def prefilled(self, tokens: int, reused_tokens: int) -> None:
+        """A prompt is there."""
+        self._metrics.prompt(tokens, reused_tokens)
 
     def ended(self, choice: Choice) -> None:
         """A choice is complete."""
@@ -144,6 +144,7 @@ class Answer:
     """All choices of one HTTP request, in order: those of its first prompt, then those of its second, ..."""
 
     def __init__(self, choices: list[Choice], prompt_tokens: int, listener: Listener, watch: Watch) -> None:
+        """`prompt_tokens` of all prompts together."""
         self.choices = choices
         self._prompt_tokens = prompt_tokens
         self._cached_tokens = 0
@@ -158,10 +159,10 @@ class Answer:
         """Asserts that every choice has ended: a truncated answer must not pass for a whole one."""
         assert all(choice.reason is not None for choice in self.choices), "served, but a choice has no end"
 
-    def prefilled(self, reused_tokens: int) -> None:
-        """A prompt is there; so many of its tokens were not computed anew."""
+    def prefilled(self, prompt_tokens: int, reused_tokens: int) -> None:
+        """One prompt of so many tokens is there; some of them were not computed anew."""
         self._cached_tokens += reused_tokens
-        self._watch.reused(reused_tokens)
+        self._watch.prefilled(prompt_tokens, reused_tokens)
 
     async def token(self, index: int, sampled: Sampled) -> bool:
         """The next token of a choice; False if it needs no more."""
@@ -185,13 +186,14 @@ class Answer:
 class Part:
     """The Reply for one prompt: the answer's choices from `first` on."""
 
-    def __init__(self, answer: Answer, first: int) -> None:
+    def __init__(self, answer: Answer, first: int, prompt_tokens: int) -> None:
         self._answer = answer
         self._first = first
+        self._prompt_tokens = prompt_tokens
 
     def prefilled(self, reused_tokens: int) -> None:
         """See Reply."""
-        self._answer.prefilled(reused_tokens)
+        self._answer.prefilled(self._prompt_tokens, reused_tokens)
 
     async def token(self, choice: int, sampled: Sampled) -> bool:
         """See Reply."""

@@ -2,12 +2,16 @@
 
 import json
 import math
+import re
 from typing import Any, NoReturn
 
 from conductor.problem import Problem, invalid
 
 NESTING_MAX = 64
 """No request that we serve nests deeper than 10; JSON readers run out of stack at some hundreds."""
+
+MAY_BE_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+"""An escape for half of a character; mostly the other half follows."""
 
 
 def decode(data: bytes) -> dict[str, Any]:
@@ -25,6 +29,8 @@ def decode(data: bytes) -> dict[str, Any]:
     if type(value) is not dict:
         raise invalid(f"The body must be a JSON object, not {_name(value)}.", code="invalid_json")
     _require_shallow(value)
+    if MAY_BE_HALF.search(data):
+        _require_unicode(value)
     return value
 
 
@@ -56,6 +62,13 @@ def _require_shallow(value: dict[str, Any]) -> None:
         if not level:
             return
     raise _too_deep()
+
+
+def _require_unicode(value: dict[str, Any]) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise invalid("The body holds half of a character (a lone surrogate).", code="invalid_json") from None
 
 
 def _too_deep() -> Problem:

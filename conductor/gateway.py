@@ -22,21 +22,16 @@ from aiohttp import hdrs, web
 from conductor.answer import Answer, Choice, Chunks, Listener, Part, Silence, Watch
 from conductor.ask import Ask, Failed, Refused, Serve
 from conductor.config import ConductorConfig
+from conductor.intake import BODY_BYTES_MAX, error_response, expect, json_response, read_body
 from conductor.metrics import CONTENT_TYPE, Metrics
 from conductor.openai import SEED_BITS
 from conductor.order import Order, Orders, Prompts
 from conductor.problem import Outcome, Problem, failed, fault, overloaded, refused
-from conductor.shapes import Head, chunk, dumps, event, models, whole
+from conductor.shapes import Head, chunk, event, model, models, whole
 from conductor.sse import ClientGone, EventStream
 from protocol.cluster import Manifest
 from protocol.errors import first_error
 from protocol.ids import RequestId
-
-BODY_BYTES_MAX = 8 << 20
-"""A million token ids as text are 7 MB; more is no prompt for any context that we serve."""
-
-BODY_WITHIN_S = 30.0
-"""A body that takes longer is refused: a client that trickles must not hold its memory for ever."""
 
 REQUESTS_MAX = 1024
 """Requests at once whose bodies and answers this process holds; the dispatcher's own limit lies far below."""
@@ -98,9 +93,10 @@ class Gateway:
     def app(self) -> web.Application:
         """The application. Serve it with `runner`, or the handlers of clients that left would go on."""
         app = web.Application(middlewares=[self._guard], client_max_size=BODY_BYTES_MAX)
-        app.router.add_post("/v1/chat/completions", self._chat, expect_handler=_expect)
-        app.router.add_post("/v1/completions", self._completion, expect_handler=_expect)
+        app.router.add_post("/v1/chat/completions", self._chat, expect_handler=expect)
+        app.router.add_post("/v1/completions", self._completion, expect_handler=expect)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{name:.+}", self._model)
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._ready)
         app.router.add_get("/metrics", self._scrape)
@@ -126,20 +122,29 @@ class Gateway:
         return await self._answer(http, self._orders.completion)
 
     async def _models(self, _http: web.Request) -> web.Response:
-        return _json(models(self._manifest.model, self._created, self._manifest.context_tokens))
+        return json_response(models([self._card()]))
+
+    async def _model(self, http: web.Request) -> web.Response:
+        self._orders.require_model(http.match_info["name"])
+        return json_response(self._card())
 
     async def _health(self, _http: web.Request) -> web.Response:
         return web.Response()
 
     async def _ready(self, _http: web.Request) -> web.Response:
         readiness = self._serve.readiness()
-        return _json({"ready": readiness.ready, "missing": readiness.missing}, 200 if readiness.ready else 503)
+        return json_response(
+            {"ready": readiness.ready, "missing": readiness.missing}, 200 if readiness.ready else 503
+        )
 
     async def _scrape(self, _http: web.Request) -> web.Response:
         return web.Response(body=self._metrics.render(), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
 
     async def _version(self, _http: web.Request) -> web.Response:
-        return _json({"version": _own_version()})
+        return json_response({"version": _own_version()})
+
+    def _card(self) -> dict[str, Any]:
+        return model(self._manifest.model, self._created, self._manifest.context_tokens)
 
     # --- one request
 
@@ -174,7 +179,7 @@ class Gateway:
 
     async def _order(self, http: web.Request, take: Take) -> Order:
         """The body, checked and tokenised off the loop. Raises Problem."""
-        data = await _body(http)
+        data = await read_body(http)
         seed = self._dice.getrandbits(SEED_BITS)
         return await asyncio.get_running_loop().run_in_executor(self._threads, take, data, seed)
 
@@ -194,7 +199,7 @@ class Gateway:
             for choice in answer.choices
             if choice.reason is not None
         ]
-        return _json(whole(order.shape, head, choices, answer.usage()))
+        return json_response(whole(order.shape, head, choices, answer.usage()))
 
     async def _streamed(
         self, http: web.Request, order: Order, head: Head, arrived: float, ending: Ending
@@ -235,7 +240,10 @@ class Gateway:
         try:
             async with asyncio.timeout(within_s + GRACE_S):
                 await _together(
-                    [self._serve.serve(ask, Part(answer, first)) for ask, first in zip(asks, firsts, strict=True)]
+                    [
+                        self._serve.serve(ask, Part(answer, first, len(ask.prompt)))
+                        for ask, first in zip(asks, firsts, strict=True)
+                    ]
                 )
         except TimeoutError:
             raise Failed(f"The request did not end within {self._config.request_s:g} s.") from None
@@ -246,8 +254,6 @@ class Gateway:
         choices = [
             Choice(index, self._tokenizer, order.stops, sampling) for index, sampling in enumerate(samplings)
         ]
-        for prompt in order.prompts:
-            self._metrics.prompt(len(prompt))
         tokens = sum(map(len, order.prompts))
         return Answer(choices, tokens, listener, Watch(self._metrics, _now, arrived))
 
@@ -260,12 +266,12 @@ class Gateway:
         try:
             return await handler(request)
         except Problem as problem:
-            return _error(problem)
+            return error_response(problem)
         except web.HTTPException as error:
-            return _error(_of_http(error))
+            return error_response(_of_http(error))
         except Exception:
             logger.exception("a mistake in request %s", request[OWN_ID])
-            return _error(fault())
+            return error_response(fault())
 
     def _name(self, http: web.Request) -> None:
         own = f"{self._dice.getrandbits(64):016x}"
@@ -282,41 +288,6 @@ async def _together(work: Sequence[Coroutine[Any, Any, None]]) -> None:
                 group.create_task(one)
     except ExceptionGroup as failures:
         raise first_error(failures) from None
-
-
-async def _body(http: web.Request) -> bytes:
-    """The body's bytes, refused before they are read where the headers allow it. Raises Problem."""
-    _require_body(http)
-    try:
-        async with asyncio.timeout(BODY_WITHIN_S):
-            return await http.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise _too_large() from None
-    except TimeoutError:
-        raise Problem(408, "The body did not arrive in time.", code="request_timeout") from None
-
-
-def _require_body(http: web.Request) -> None:
-    if http.content_type != "application/json":
-        message = "The Content-Type must be application/json."
-        raise Problem(415, message, code="unsupported_media_type")
-    if (http.content_length or 0) > BODY_BYTES_MAX:
-        raise _too_large()
-
-
-async def _expect(http: web.Request) -> web.StreamResponse | None:
-    """Answers `Expect: 100-continue` only for a body that will be read."""
-    try:
-        _require_body(http)
-    except Problem as problem:
-        return _error(problem)
-    assert http.transport is not None
-    http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    return None
-
-
-def _too_large() -> Problem:
-    return Problem(413, f"The body is larger than {BODY_BYTES_MAX} bytes.", code="request_too_large")
 
 
 async def _break_off(stream: EventStream, problem: Problem) -> Outcome:
@@ -358,14 +329,6 @@ def _names(http: web.Request, order: Order) -> list[RequestId]:
 async def _stamp(http: web.Request, response: web.StreamResponse) -> None:
     if ECHO_ID in http:
         response.headers[REQUEST_ID] = http[ECHO_ID]
-
-
-def _error(problem: Problem) -> web.Response:
-    return _json(problem.body(), problem.status, problem.headers)
-
-
-def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(text=dumps(body), status=status, headers=headers, content_type="application/json")
 
 
 def _own_version() -> str:

@@ -74,14 +74,11 @@ class Metrics:
         if outcome is Outcome.FINISHED:
             self._e2e.observe(seconds)
 
-    def prompt(self, tokens: int) -> None:
-        """A prompt was accepted."""
+    def prompt(self, tokens: int, reused_tokens: int) -> None:
+        """A prompt's KV is there; so many of its tokens were not computed anew."""
         self._prompt_tokens.inc(tokens)
         self._prompt_lengths.observe(tokens)
-
-    def reused(self, tokens: int) -> None:
-        """So many tokens of a prompt were not computed anew."""
-        self._cached_tokens.inc(tokens)
+        self._cached_tokens.inc(reused_tokens)
 
     def first_token(self, seconds: float) -> None:
         """The first token of a request went out, counted from its arrival."""
@@ -183,7 +180,7 @@ class Metrics:
         self._output_lengths = self._histogram("vllm:request_generation_tokens", "Tokens of a choice.", TOKENS)
 
     def _make_counts(self) -> None:
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of accepted prompts.")
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of prompts, cached ones included.")
         self._cached_tokens = self._counter(
             "vllm:prompt_tokens_cached", "Prompt tokens that were not computed anew."
         )

@@ -199,7 +199,7 @@ class Reader:
         try:
             request = kind.model_validate(body)
         except ValidationError as error:
-            raise _problem(error) from None
+            raise _problem(kind, error) from None
         require_served(body, kind.adds_special_tokens)
         for name in request.model_extra or ():
             self._tell(name)
@@ -211,9 +211,12 @@ class Reader:
             logger.debug("ignored unknown field %.64r", name)
 
 
-def _problem(error: ValidationError) -> Problem:
+def _problem(kind: type[Common], error: ValidationError) -> Problem:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    param = _path(first["loc"]) or first["type"]  # a rule over several fields is named after the field at fault
+    param = _path(first["loc"]) or first["type"]
+    if param not in kind.model_fields and not first["loc"]:
+        return invalid(f"The body: {first['msg']}")
+    # A rule over several fields has no place; its error is named after the field at fault.
     missing = first["type"] == "missing"
     return invalid(f"{param}: {first['msg']}", param, "missing_required_parameter" if missing else "invalid_value")
 

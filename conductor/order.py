@@ -71,7 +71,7 @@ class Orders:
     def chat(self, data: bytes, seed: int) -> Order:
         """An order from a chat request. `seed` is used if the client gave none. Raises Problem."""
         request = self._reader.read(ChatRequest, decode(data))
-        self._require_model(request.model)
+        self.require_model(request.model)
         prompt = self._checked("messages", lambda: self._tokenizer.chat(normalise_messages(request.messages)))
         return self._order(request, ChatShape(), "messages", [prompt], seed)
 
@@ -81,7 +81,7 @@ class Orders:
         A prompt in text may spell control tokens: this endpoint is for clients that write their own templates.
         """
         request = self._reader.read(CompletionRequest, decode(data))
-        self._require_model(request.model)
+        self.require_model(request.model)
         prompts = [self._tokens(prompt) for prompt in request.prompts()]
         return self._order(request, CompletionShape(), "prompt", prompts, seed)
 
@@ -102,7 +102,8 @@ class Orders:
             continuous_usage=request.continuous_usage(),
         )
 
-    def _require_model(self, name: str | None) -> None:
+    def require_model(self, name: str | None) -> None:
+        """Raises Problem for the name of a model that is not served. None means whichever is."""
         if name is not None and name != self._manifest.model:
             message = f"The model {name!r} does not exist here; {self._manifest.model!r} is served."
             raise Problem(404, message, param="model", code="model_not_found")
@@ -122,8 +123,6 @@ class Orders:
             raise invalid(str(error), error.field) from None
         except TemplateError as error:
             raise invalid(str(error), param, "template_refused") from None
-        except UnicodeError:
-            raise invalid(f"{param} holds half a character (a lone surrogate).", param) from None
         if not tokens:
             raise invalid(f"{param} is empty: there is nothing to go on from.", param)
         return tokens

@@ -29,10 +29,10 @@ class Problem(Exception):
         param: str | None = None,
         code: str,
     ) -> None:
-        super().__init__(message)
+        super().__init__(_unicode(message))
         self.status = status
         self.kind = kind
-        self.param = param
+        self.param = None if param is None else _unicode(param)
         self.code = code
         self.outcome = Outcome.INVALID
         self.headers: dict[str, str] = {}
@@ -40,6 +40,11 @@ class Problem(Exception):
     def body(self) -> dict[str, Any]:
         """The error object, as it is also sent within a stream."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def _unicode(text: str) -> str:
+    """Clients can send half characters in names, which could not be sent back."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> Problem:

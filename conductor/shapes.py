@@ -128,9 +128,9 @@ def chunk(shape: Shape, head: Head, choices: list[dict[str, Any]], usage: Usage 
     return made if usage is None else made | {"usage": usage.body()}
 
 
-def models(name: str, created: int, context_tokens: int) -> dict[str, Any]:
-    """The list of the one model, with vLLM's `max_model_len`."""
-    card = {
+def model(name: str, created: int, context_tokens: int) -> dict[str, Any]:
+    """A served model, with vLLM's `max_model_len`."""
+    return {
         "id": name,
         "object": "model",
         "created": created,
@@ -139,7 +139,11 @@ def models(name: str, created: int, context_tokens: int) -> dict[str, Any]:
         "parent": None,
         "max_model_len": context_tokens,
     }
-    return {"object": "list", "data": [card]}
+
+
+def models(cards: list[dict[str, Any]]) -> dict[str, Any]:
+    """The list of served models."""
+    return {"object": "list", "data": cards}
 
 
 def event(body: dict[str, Any]) -> bytes:

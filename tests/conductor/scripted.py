@@ -42,13 +42,14 @@ class Scripted:
     finished: list[str] = field(default_factory=list)
     tokens_sent: int = 0
     running: int = 0
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     def readiness(self) -> Readiness:
         return Readiness(not self.missing, self.missing)
 
     async def serve(self, ask: Ask, reply: Reply) -> None:
         self.asks.append(ask)
-        self.running += 1
+        await self._run(1)
         try:
             await self._serve(ask, reply)
             self.finished.append(ask.request)
@@ -58,19 +59,22 @@ class Scripted:
         except ExceptionGroup as group:
             raise first_error(group) from None
         finally:
-            self.running -= 1
+            await self._run(-1)
+
+    async def _run(self, more: int) -> None:
+        self.running += more
+        async with self.changed:
+            self.changed.notify_all()
 
     async def idle(self, within_s: float = 3.0) -> None:
         """Returns when nothing runs any more; TimeoutError if something does for too long."""
-        async with asyncio.timeout(within_s):
-            while self.running:
-                await asyncio.sleep(0.005)
+        async with asyncio.timeout(within_s), self.changed:
+            await self.changed.wait_for(lambda: not self.running)
 
     async def busy(self, within_s: float = 3.0) -> None:
         """Returns when a request has arrived."""
-        async with asyncio.timeout(within_s):
-            while not self.running:
-                await asyncio.sleep(0.005)
+        async with asyncio.timeout(within_s), self.changed:
+            await self.changed.wait_for(lambda: self.running > 0)
 
     async def _serve(self, ask: Ask, reply: Reply) -> None:
         await asyncio.sleep(self.play.first_s)

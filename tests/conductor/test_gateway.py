@@ -1,10 +1,7 @@
 """The gateway's answers, on real sockets: whole and streamed, with the `openai` client as it is."""
 
-import json
-from typing import Any
-
 from engine.tokenizer import Tokenizer
-from tests.conductor.edge import MODEL, an_edge, deltas, texts
+from tests.conductor.edge import MODEL, an_edge
 from tests.conductor.scripted import Play
 
 HELLO = [{"role": "user", "content": "hello"}]
