@@ -266,7 +266,7 @@ def _prefix() -> str:
 
 def _plain(name: str) -> str:
     """A name that is safe in a path."""
-    return re.sub(r"[^A-Za-z0-9_.]", "_", name)[:64]
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:64]
 
 
 def _aligned(count: int) -> int:

@@ -1,0 +1,75 @@
+"""A mover with faults. Each fault is a value, told beforehand; the mover inside stays the real one."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache_pool.api import Grant, Mover, Place, Priority, Stale
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What goes wrong, and when. Reads and writes are numbered from 0 in the order of their calls."""
+
+    read_delay_s: Mapping[int, float] = field(default_factory=dict)
+    """For a layer: how much later its reads end."""
+    write_delay_s: Mapping[int, float] = field(default_factory=dict)
+    short_reads: Mapping[int, int] = field(default_factory=dict)
+    """For a read: how many runs are good at most; 0 fails it. The pages after that get garbage."""
+    corrupt_layers: Mapping[int, int] = field(default_factory=dict)
+    """For a layer: the index of the run that is bad in each of its reads."""
+    failed_writes: frozenset[int] = frozenset()
+    """These writes raise Stale and write nothing."""
+
+
+class FaultyMover:
+    """`inner`, with `faults`. Remembers what was called, as (act, layer, runs)."""
+
+    def __init__(self, inner: Mover, faults: Faults) -> None:
+        self._inner = inner
+        self._faults = faults
+        self._reads = 0
+        self._writes = 0
+        self.calls: list[tuple[str, int, int]] = []
+
+    def know(self, places: Sequence[Place]) -> None:
+        self._inner.know(places)
+
+    async def read(
+        self,
+        layer: int,
+        grants: Sequence[Grant],
+        out: npt.NDArray[np.uint8],
+        pages: Sequence[int],
+        priority: Priority,
+    ) -> int:
+        number, self._reads = self._reads, self._reads + 1
+        self.calls.append(("read", layer, len(grants)))
+        limits = (self._faults.short_reads.get(number), self._faults.corrupt_layers.get(layer))
+        good = await self._inner.read(layer, grants, out, pages, priority)
+        await asyncio.sleep(self._faults.read_delay_s.get(layer, 0.0))
+        good = min([good, *(limit for limit in limits if limit is not None)])
+        for page in pages[good:]:
+            out[page] = 0xA5
+        return good
+
+    async def write(
+        self,
+        layer: int,
+        grants: Sequence[Grant],
+        source: npt.NDArray[np.uint8],
+        pages: Sequence[int],
+        priority: Priority,
+    ) -> None:
+        number, self._writes = self._writes, self._writes + 1
+        self.calls.append(("write", layer, len(grants)))
+        await asyncio.sleep(self._faults.write_delay_s.get(layer, 0.0))
+        if number in self._faults.failed_writes:
+            raise Stale(f"write {number} fails, as it was told to")
+        await self._inner.write(layer, grants, source, pages, priority)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()

@@ -1,0 +1,374 @@
+"""The index: every law after every step of random histories, and the cases with names."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvcache_pool.api import Grant, Lease, LeaseLost, PoolFull
+from kvcache_pool.index import SEGMENT_SILENT_S, Index
+from kvcache_pool.leases import QUARANTINE_S
+from protocol.ids import Incarnation, SegmentId
+from tests.kvcache_pool.builders import a_place, an_ask, an_index, cache, names
+
+
+def test_a_committed_prefix_is_found_and_leased() -> None:
+    index = an_index(kv=8)
+    first = cache(index, 1, 2, 3)
+    found = index.find(names(1, 2, 3, 4))
+    assert (found.reach, found.held) == (3, {"kv": 3})
+    lease = index.acquire(an_ask(names(1, 2, 3, 4), unnamed=1), 0.0)
+    assert lease.sources == first.targets
+    assert len(lease.targets) == 2
+    assert [place.segment for place in lease.places] == ["kv"]
+    stats = index.stats()
+    assert (stats.free, stats.cached, stats.leased, stats.reserved, stats.leases) == (3, 3, 3, 2, 1)
+    index.check()
+
+
+def test_a_chain_is_found_only_up_to_its_first_gap_and_reserved_blocks_not_at_all() -> None:
+    index = an_index(kv=8)
+    cache(index, 1)
+    index.acquire(an_ask(names(1, 2)), 0.0)
+    cache(index, 1, 2, 3)
+    assert index.find(names(1, 2, 3)).reach == 3
+    assert index.find(names(2, 3)).reach == 2
+    assert index.find(names(7, 1)).reach == 0
+    assert index.find([]).reach == 0
+    index.discard([index.acquire(an_ask(names(1, 2)), 0.0).sources[1]])
+    assert index.find(names(1, 2, 3)).reach == 1
+    index.check()
+
+
+def test_reach_is_over_the_union_and_held_of_each_segment_alone() -> None:
+    index = an_index(a=8, b=8)
+    cache(index, 1, 2, near="a")
+    lease = index.acquire(an_ask(names(1, 2, 3), near="b"), 0.0)
+    index.commit(lease.lease, [0], names(3), 0.0)
+    index.release(lease.lease)
+    cache_again = index.acquire(an_ask(names(1), reuse=0, near="b"), 0.0)
+    index.commit(cache_again.lease, [0], names(1), 0.0)
+    found = index.find(names(1, 2, 3))
+    assert (found.reach, found.held) == (3, {"a": 2, "b": 1})
+    near_b = index.acquire(an_ask(names(1, 2, 3), near="b"), 0.0)
+    assert [grant.segment for grant in near_b.sources] == ["b", "a", "b"]
+    assert {place.segment for place in near_b.places} == {"a", "b"}
+    index.check()
+
+
+def test_reuse_bounds_what_is_taken_from_the_cache() -> None:
+    index = an_index(kv=8)
+    cache(index, 1, 2, 3)
+    lease = index.acquire(an_ask(names(1, 2, 3), reuse=2), 0.0)
+    assert (len(lease.sources), len(lease.targets)) == (2, 1)
+
+
+def test_of_two_writers_of_one_block_the_first_commit_gets_the_name() -> None:
+    index = an_index(kv=4)
+    one, two = (index.acquire(an_ask(names(1, 2)), 0.0) for _ in range(2))
+    index.commit(two.lease, [0, 1], names(1, 2), 0.0)
+    index.commit(one.lease, [0, 1], names(1, 2), 0.0)
+    index.commit(two.lease, [0, 1], names(1, 2), 0.0)
+    index.check()
+    assert (index.stats().cached, index.stats().reserved) == (2, 2)
+    index.release(one.lease)
+    assert (index.stats().cached, index.stats().free) == (2, 2)
+    assert index.acquire(an_ask(names(1, 2)), 0.0).sources == two.targets
+    index.check()
+
+
+def test_full_changes_nothing() -> None:
+    index = an_index(a=3, b=2)
+    cache(index, 1, 2, near="a")
+    held = index.acquire(an_ask(names(3), near="b"), 0.0)
+    before = (index.stats(), index.find(names(1, 2)), index.find(names(3)))
+    with pytest.raises(PoolFull):
+        index.acquire(an_ask(names(1, 2), unnamed=3), 0.0)  # 2 leased by itself, 2 free, 1 held by another
+    assert (index.stats(), index.find(names(1, 2)), index.find(names(3))) == before
+    index.check()
+    index.release(held.lease)
+    assert len(index.acquire(an_ask(names(1, 2), unnamed=3), 0.0).targets) == 3
+    index.check()
+
+
+def test_targets_go_near_then_where_most_is_free_then_anywhere() -> None:
+    index = an_index(a=2, b=5, c=3)
+
+    def segments(unnamed: int, near: str | None) -> list[str]:
+        lease = index.acquire(an_ask([], unnamed=unnamed, near=near), 0.0)
+        index.release(lease.lease)
+        return [grant.segment for grant in lease.targets]
+
+    assert segments(2, "a") == ["a"] * 2
+    assert segments(2, None) == ["b"] * 2
+    assert segments(3, "a") == ["b"] * 3
+    assert segments(7, "c") == ["c"] * 3 + ["b"] * 4
+    assert segments(2, "unknown") == ["b"] * 2
+    with pytest.raises(PoolFull):
+        segments(11, None)
+
+
+def test_eviction_takes_the_oldest_and_of_a_prefix_its_end() -> None:
+    index = an_index(kv=4)
+    cache(index, 1, 2, now=0.0)
+    cache(index, 8, 9, now=1.0)
+    cache(index, 1, now=2.0)
+    cache(index, 5, now=3.0)
+    assert index.find(names(1, 2)).reach == 1
+    assert index.find(names(8, 9)).reach == 2
+    cache(index, 6, now=4.0)
+    assert index.find(names(8, 9)).reach == 1
+    assert index.stats().evicted == 2
+    index.check()
+
+
+def test_a_lookup_refreshes_nothing() -> None:
+    index = an_index(kv=2)
+    cache(index, 1)
+    cache(index, 2)
+    index.find(names(1))
+    cache(index, 3)
+    assert index.find(names(1)).reach == 0
+
+
+def test_a_lease_protects_from_eviction_and_clear_and_two_share_a_block() -> None:
+    index = an_index(kv=2)
+    cache(index, 1)
+    leases = [index.acquire(an_ask(names(1)), 0.0) for _ in range(2)]
+    index.release(leases[0].lease)
+    with pytest.raises(PoolFull):
+        index.acquire(an_ask([], unnamed=2), 0.0)
+    assert index.clear() == 0
+    index.release(leases[1].lease)
+    index.release(leases[1].lease)
+    assert index.clear() == 1
+    assert index.stats().free == 2
+    index.check()
+
+
+def test_each_use_of_a_slot_has_a_greater_generation() -> None:
+    index, seen = an_index(kv=2), 0
+    for number in range(20):
+        for grant in cache(index, number).targets:
+            assert grant.generation > seen
+            seen = grant.generation
+
+
+def test_an_expired_lease_is_lost_and_its_reserved_slots_wait_out_their_writer() -> None:
+    index = an_index(kv=3)
+    lease = index.acquire(an_ask(names(1, 2), unnamed=1, lease_s=10.0), 0.0)
+    index.commit(lease.lease, [0], names(1), 5.0)
+    assert index.expire(9.9) == []
+    assert [claim.owner for claim in index.expire(10.0)] == ["request"]
+    index.check()
+    stats = index.stats()
+    assert (stats.cached, stats.leased, stats.reserved, stats.leases) == (1, 0, 2, 0)
+    with pytest.raises(LeaseLost):
+        index.commit(lease.lease, [1], names(2), 10.0)
+    with pytest.raises(LeaseLost):
+        index.renew(lease.lease, 30.0, 10.0)
+    with pytest.raises(PoolFull):
+        index.acquire(an_ask([], unnamed=2), 10.0 + QUARANTINE_S - 0.1)
+    assert len(index.acquire(an_ask([], unnamed=2), 10.0 + QUARANTINE_S).targets) == 2
+    index.check()
+
+
+def test_the_owner_of_an_expired_lease_may_free_its_slots_at_once() -> None:
+    index = an_index(kv=3)
+    lease = index.acquire(an_ask([], unnamed=3, lease_s=1.0), 0.0)
+    index.expire(1.0)
+    index.release(lease.lease)
+    assert index.stats().free == 3
+    index.check()
+
+
+def test_renewing_moves_the_end_and_never_back() -> None:
+    index = an_index()
+    lease = index.acquire(an_ask([], unnamed=1, lease_s=10.0), 0.0)
+    index.renew(lease.lease, 10.0, 8.0)
+    index.renew(lease.lease, 1.0, 8.0)
+    assert index.expire(17.9) == []
+    assert len(index.expire(18.0)) == 1
+    with pytest.raises(LeaseLost):
+        index.renew(lease.lease, 10.0, 18.0)
+
+
+def test_a_discarded_block_is_never_offered_again_and_freed_with_its_last_lease() -> None:
+    index = an_index(kv=4)
+    cache(index, 1, 2)
+    lease = index.acquire(an_ask(names(1, 2)), 0.0)
+    assert index.discard([lease.sources[1], Grant(SegmentId("kv"), 0, 7), Grant(SegmentId("no"), 0, 7)]) == 1
+    assert index.find(names(1, 2)).reach == 1
+    index.check()
+    index.release(lease.lease)
+    assert index.stats().free == 3
+    writer = index.acquire(an_ask(names(3)), 0.0)
+    index.discard(writer.targets)
+    index.commit(writer.lease, [0], names(3), 0.0)
+    assert index.find(names(3)).reach == 0
+    index.check()
+
+
+def test_commit_refuses_targets_that_were_never_granted() -> None:
+    index = an_index()
+    lease = index.acquire(an_ask(names(1)), 0.0)
+    for slots, blocks in (([1], names(1)), ([-1], names(1)), ([0], names(1, 2))):
+        with pytest.raises(ValueError, match="1 targets"):
+            index.commit(lease.lease, slots, blocks, 0.0)
+    with pytest.raises(LeaseLost):
+        index.commit(Lease("never", [], [], []).lease, [], [], 0.0)
+
+
+def test_a_segment_that_leaves_takes_its_blocks_and_leases_keep_the_rest() -> None:
+    index = an_index(a=2, b=2)
+    cache(index, 1, near="a")
+    lease = index.acquire(an_ask(names(1, 2), unnamed=1, near="b"), 0.0)
+    assert not index.leave(SegmentId("a"), Incarnation("another"))
+    assert index.leave(SegmentId("a"), Incarnation("a"))
+    assert not index.leave(SegmentId("a"), Incarnation("a"))
+    index.check()
+    assert index.find(names(1)).reach == 0
+    index.commit(lease.lease, [0], names(2), 0.0)
+    index.release(lease.lease)
+    assert (index.stats().total, index.stats().cached) == (2, 1)
+    index.check()
+
+
+def test_a_segment_in_a_new_incarnation_begins_empty_and_above_old_generations() -> None:
+    index = an_index(kv=2)
+    old = index.acquire(an_ask(names(1), unnamed=1, lease_s=1.0), 0.0)
+    assert not index.announce(a_place("kv", 2), 0, 0.5)
+    assert index.announce(a_place("kv", 2, "b"), 0, 0.6)
+    new = index.acquire(an_ask(names(1), unnamed=1), 0.7)
+    assert min(g.generation for g in new.targets) > max(g.generation for g in old.targets) + 10**6
+    index.commit(old.lease, [0], names(1), 0.8)  # the write will fail; to publish what is gone does nothing
+    assert index.find(names(1)).reach == 0
+    index.expire(1.0)
+    index.expire(1.0 + QUARANTINE_S)
+    index.check()
+
+
+def test_a_new_directory_begins_above_what_a_segment_has_seen() -> None:
+    seen = 5 << 40
+    index = Index("another life")
+    index.announce(a_place("kv", 2), seen, 0.0)
+    assert index.acquire(an_ask([], unnamed=1), 0.0).targets[0].generation > seen + 10**6
+
+
+def test_silent_segments_are_dropped_and_may_come_back() -> None:
+    index = an_index(a=2, b=2)
+    cache(index, 1, near="a")
+    index.announce(a_place("b", 2), 0, 2.0)
+    assert index.silent(SEGMENT_SILENT_S) == []
+    assert index.silent(SEGMENT_SILENT_S + 0.1) == ["a"]
+    assert index.stats().total == 2
+    assert index.announce(a_place("a", 2), 9, 4.0)
+    assert (index.stats().total, index.find(names(1)).reach) == (4, 0)
+    index.check()
+
+
+class History(RuleBasedStateMachine):
+    """Any order of any calls, on a small pool, with a model of what must be protected."""
+
+    chains = st.lists(st.integers(0, 5), max_size=5, unique=True)
+
+    @initialize()
+    def begin(self) -> None:
+        self.index = an_index(a=4, b=3)
+        self.incarnations = {"a": "a", "b": "a"}
+        self.now = 0.0
+        self.leases: list[tuple[Lease, float]] = []
+        self.lives = 0
+
+    def living(self) -> list[Lease]:
+        return [lease for lease, end in self.leases if end > self.now]
+
+    @rule(
+        chain=chains,
+        reuse=st.integers(0, 5),
+        unnamed=st.integers(0, 3),
+        near=st.sampled_from([None, "a", "b"]),
+        lease_s=st.sampled_from([1.0, 10.0, 50.0]),
+    )
+    def acquire(self, chain: list[int], reuse: int, unnamed: int, near: str | None, lease_s: float) -> None:
+        found, before = self.index.find(names(*chain)), self.index.stats()
+        ask = an_ask(names(*chain), reuse=reuse, unnamed=unnamed, near=near, lease_s=lease_s)
+        self.index.expire(self.now)
+        before = self.index.stats()
+        try:
+            lease = self.index.acquire(ask, self.now)
+        except PoolFull:
+            assert self.index.stats() == before
+            return
+        assert len(lease.sources) == min(found.reach, reuse)
+        assert len(lease.sources) + len(lease.targets) == len(chain) + unnamed
+        granted = {(grant.segment, grant.slot, grant.generation) for grant in lease.targets}
+        for other in self.living():
+            taken = {(g.segment, g.slot, g.generation) for g in [*other.sources, *other.targets]}
+            assert granted.isdisjoint(taken)
+        self.leases.append((lease, self.now + lease_s))
+
+    @rule(data=st.data(), chain=chains)
+    def commit(self, data: st.DataObject, chain: list[int]) -> None:
+        if self.leases:
+            lease, end = data.draw(st.sampled_from(self.leases))
+            count = min(len(chain), len(lease.targets))
+            blocks = names(*chain[:count])
+            if end > self.now:
+                self.index.commit(lease.lease, list(range(count)), blocks, self.now)
+            else:
+                with pytest.raises(LeaseLost):
+                    self.index.commit(lease.lease, list(range(count)), blocks, self.now)
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        if self.leases:
+            chosen = data.draw(st.sampled_from(self.leases))
+            self.leases.remove(chosen)
+            self.index.release(chosen[0].lease)
+
+    @rule(data=st.data())
+    def discard(self, data: st.DataObject) -> None:
+        if self.leases:
+            lease, _ = data.draw(st.sampled_from(self.leases))
+            self.index.discard([*lease.sources, *lease.targets][:2])
+
+    @rule()
+    def clear(self) -> None:
+        self.index.clear()
+        assert self.index.stats().cached == self.index.stats().leased
+
+    @rule(seconds=st.sampled_from([0.5, 5.0, 40.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.index.expire(self.now)
+
+    @rule(segment=st.sampled_from(["a", "b"]), leave=st.booleans())
+    def restart(self, segment: str, leave: bool) -> None:
+        if leave:
+            self.index.leave(SegmentId(segment), Incarnation(self.incarnations[segment]))
+        else:
+            self.lives += 1
+            self.incarnations[segment] = f"life {self.lives}"
+            self.index.announce(a_place(segment, 3, self.incarnations[segment]), self.lives, self.now)
+
+    @invariant()
+    def laws(self) -> None:
+        if hasattr(self, "index"):
+            self.index.check()
+            stats = self.index.stats()
+            assert stats.free + stats.cached + stats.reserved == stats.total
+
+    def teardown(self) -> None:
+        if hasattr(self, "index"):
+            for lease, _ in self.leases:
+                self.index.release(lease.lease)
+            self.index.expire(self.now + 100.0)
+            self.index.expire(self.now + 200.0)
+            self.index.clear()
+            self.index.check()
+            assert self.index.stats().free == self.index.stats().total
+
+
+TestHistory = History.TestCase
+TestHistory.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -1,0 +1,243 @@
+"""One node's memory: what readers and writers may see, and whose file it is."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvcache_pool.api import Corrupt, Stale
+from kvcache_pool.segment import PAGE_BYTES, Geometry, Memory, Segment, checksum, reclaim
+from protocol.blocks import BlockLayout
+from protocol.ids import Incarnation, SegmentId
+from tests.kvcache_pool.builders import LAYOUT, a_segment, random_runs
+
+
+@pytest.fixture
+def segment(tmp_path: Path) -> Iterator[Segment]:
+    segment = a_segment(folder=tmp_path)
+    yield segment
+    segment.close()
+
+
+def attach(segment: Segment) -> Memory:
+    return Memory.attach(str(segment.path), segment.memory.geometry, segment.incarnation)
+
+
+def test_what_is_put_is_what_another_mapping_gets(segment: Segment) -> None:
+    other, runs = attach(segment), random_runs(12)
+    for number, run in enumerate(runs):
+        segment.memory.put(number % 3, number // 3, 7, run)
+    out = np.empty_like(runs)
+    for number in range(12):
+        other.get(number % 3, number // 3, 7, out[number])
+    assert np.array_equal(out, runs)
+    assert segment.generation == 7
+
+
+def test_slots_begin_on_pages_and_do_not_overlap() -> None:
+    layout = BlockLayout(3, 1, 5, 7, "float16")
+    geometry = Geometry(layout, 1000)
+    assert all(at % PAGE_BYTES == 0 for at in (geometry.checksums_at, geometry.runs_at, geometry.slot_bytes))
+    assert geometry.checksums_at >= geometry.generations_at + 8 * 1000
+    assert geometry.runs_at >= geometry.checksums_at + 8 * 3000
+    assert geometry.slot_bytes >= layout.block_bytes
+
+
+@pytest.mark.parametrize("size_bytes", [1 << 16, 123_457, 5 << 20])
+def test_as_many_slots_as_fit(size_bytes: int) -> None:
+    geometry = Geometry.within(LAYOUT, size_bytes)
+    assert geometry.file_bytes <= size_bytes
+    assert Geometry(LAYOUT, geometry.slots + 2).file_bytes > size_bytes
+    with pytest.raises(ValueError, match="20000 bytes has no room for one block of 6144"):
+        Geometry.within(LAYOUT, 20000)
+
+
+def test_a_late_writer_is_refused_and_touches_nothing(segment: Segment) -> None:
+    old, new = random_runs(2)
+    segment.memory.put(0, 1, 5, old)
+    segment.memory.put(0, 1, 6, new)
+    with pytest.raises(Stale, match="generation 6, and the grant 5"):
+        attach(segment).put(0, 1, 5, old)
+    out = np.empty_like(new)
+    segment.memory.get(0, 1, 6, out)
+    assert np.array_equal(out, new)
+
+
+def test_a_writer_that_is_overtaken_midway_never_makes_a_wrong_byte(segment: Segment) -> None:
+    """However the steps of an old writer fall among those of a new one, a read is right or refused."""
+    memory, (old, new) = segment.memory, random_runs(2)
+    half = LAYOUT.run_bytes // 2
+    reused = memory.runs[2, 0]
+
+    def old_first_half() -> None:
+        reused[:half] = old[:half]
+
+    def old_second_half() -> None:
+        reused[half:] = old[half:]
+
+    def old_checksum() -> None:
+        memory.checksums[2, 0] = checksum(old, 5)
+
+    outcomes = set()
+    steps = [old_first_half, old_second_half, old_checksum]
+    for before in range(4):
+        memory.generations[2] = 0
+        memory.claim(2, 5)
+        for step in steps[:before]:
+            step()
+        memory.put(0, 2, 6, new)
+        for step in steps[before:]:
+            step()
+        out = np.zeros_like(new)
+        try:
+            memory.get(0, 2, 6, out)
+            assert np.array_equal(out, new)
+            outcomes.add("right")
+        except Corrupt:
+            outcomes.add("refused")
+    assert outcomes == {"right", "refused"}
+
+
+def test_a_reader_is_refused_before_the_write_and_after_reuse(segment: Segment) -> None:
+    run, out = random_runs(1)[0], random_runs(1, seed=9)[0]
+    with pytest.raises(Stale):
+        segment.memory.get(0, 0, 5, out)
+    segment.memory.put(0, 0, 5, run)
+    with pytest.raises(Corrupt):
+        segment.memory.get(1, 0, 5, out)  # this layer has not been written
+    segment.memory.put(0, 0, 6, run)
+    with pytest.raises(Stale):
+        segment.memory.get(0, 0, 5, out)
+    with pytest.raises(Corrupt):
+        segment.memory.get(1, 0, 6, out)
+    for slot in (-1, 4):
+        with pytest.raises(Stale, match="no slot"):
+            segment.memory.get(0, slot, 5, out)
+
+
+@pytest.mark.parametrize("byte", [0, 1000, 2047])
+def test_one_flipped_bit_is_found(segment: Segment, byte: int) -> None:
+    run, out = random_runs(1)[0], np.empty(LAYOUT.run_bytes, np.uint8)
+    segment.memory.put(2, 3, 9, run)
+    segment.memory.get(2, 3, 9, out)
+    segment.memory.runs[3, 2, byte] ^= 16
+    with pytest.raises(Corrupt):
+        segment.memory.get(2, 3, 9, out)
+
+
+def test_a_file_that_is_not_what_was_announced_is_not_mapped(segment: Segment, tmp_path: Path) -> None:
+    geometry = segment.memory.geometry
+    wider = Geometry(BlockLayout(3, 2, 16, 16, "float16"), geometry.slots)
+    for other, incarnation in (
+        (wider, segment.incarnation),
+        (Geometry(LAYOUT, 3), segment.incarnation),
+        (geometry, Incarnation("another")),
+    ):
+        with pytest.raises(ValueError, match="not the segment that was announced"):
+            Memory.attach(str(segment.path), other, incarnation)
+    with pytest.raises(OSError, match="missing"):
+        Memory.attach(str(tmp_path / "missing"), geometry, segment.incarnation)
+
+
+def test_too_little_room_is_told_with_both_numbers(tmp_path: Path) -> None:
+    room = os.statvfs(tmp_path)
+    slots = room.f_bavail * room.f_frsize // LAYOUT.block_bytes * 2 + 1
+    needed = Geometry(LAYOUT, slots).file_bytes
+    with pytest.raises(OSError, match=rf"has \d+ bytes free, and the segment needs {needed}"):
+        a_segment(slots, folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_is_private_and_goes_with_its_owner(tmp_path: Path) -> None:
+    segment = a_segment(folder=tmp_path)
+    assert segment.path.stat().st_mode & 0o777 == 0o600
+    segment.close()
+    segment.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_memory_proves_itself(segment: Segment) -> None:
+    segment.memory.self_test()
+    segment.memory.put(0, 0, 1, random_runs(1)[0])
+    with pytest.raises(Stale):
+        segment.memory.self_test()
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from kvcache_pool.segment import Segment
+from tests.kvcache_pool.builders import a_segment, random_runs
+segment = a_segment(segment="owner", folder=Path(sys.argv[1]))
+segment.memory.put(0, 0, 1, random_runs(1)[0])
+sys.stdout.write(str(segment.path) + "\\n")
+sys.stdout.flush()
+sys.stdin.read()
+"""
+
+ATTACHER = """
+import sys
+import numpy as np
+from pathlib import Path
+from kvcache_pool.segment import Geometry, Memory
+from protocol.ids import Incarnation
+from tests.kvcache_pool.builders import LAYOUT, random_runs
+memory = Memory.attach(sys.argv[1], Geometry(LAYOUT, 4), Incarnation(sys.argv[2]))
+out = np.zeros(LAYOUT.run_bytes, np.uint8)
+memory.get(0, 0, 1, out)
+assert np.array_equal(out, random_runs(1)[0])
+memory.put(1, 0, 1, out)
+"""
+
+
+def start(code: str, *arguments: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-W", "error", "-c", code, *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_a_killed_owners_memory_is_reclaimed_and_a_living_ones_never(tmp_path: Path) -> None:  # B52
+    owner = start(OWNER, str(tmp_path))
+    try:
+        assert owner.stdout is not None
+        left = Path(owner.stdout.readline().strip())
+        assert reclaim(tmp_path) == []
+        assert left.exists()
+        owner.send_signal(signal.SIGKILL)
+        owner.wait(10)
+        assert left.exists()
+        segment = a_segment(segment="next", folder=tmp_path)
+        assert list(tmp_path.iterdir()) == [segment.path]
+        segment.close()
+    finally:
+        owner.kill()
+        owner.communicate()
+
+
+def test_who_attaches_and_ends_leaves_the_memory_to_its_owner(segment: Segment) -> None:  # B52
+    run, out = random_runs(1)[0], np.empty(LAYOUT.run_bytes, np.uint8)
+    segment.memory.put(0, 0, 1, run)
+    attacher = start(ATTACHER, str(segment.path), segment.incarnation)
+    _, errors = attacher.communicate(timeout=30)
+    assert (attacher.returncode, errors) == (0, "")
+    assert segment.path.exists()
+    segment.memory.get(1, 0, 1, out)
+    assert np.array_equal(out, run)
+
+
+def test_another_users_or_strange_files_are_left_alone(tmp_path: Path) -> None:
+    stranger = tmp_path / f"dango-{os.getuid() + 1}-kv-0-x"
+    stranger.write_bytes(b"")
+    (tmp_path / f"dango-{os.getuid()}-link").symlink_to(stranger)
+    assert reclaim(tmp_path) == []
+    assert stranger.exists()
+
+
+def test_a_name_that_is_taken_is_an_error(segment: Segment, tmp_path: Path) -> None:
+    with pytest.raises(FileExistsError):
+        Segment(SegmentId(segment.segment), segment.incarnation, segment.memory.geometry, tmp_path)
