@@ -15,6 +15,9 @@ Floats = npt.NDArray[np.floating]
 LOGPROB_MIN = -9999.0
 """Reported in place of minus infinity and of everything below, which JSON cannot say or nobody can use."""
 
+TEMPERATURE_MIN = 1e-6
+"""Below it a draw is greedy in all but name, and dividing by it would overflow."""
+
 NUCLEUS_FIRST = 256
 """How many of the likeliest tokens `top_p` looks at before it sorts the whole vocabulary, which is slow."""
 
@@ -73,9 +76,9 @@ def _drawn(scores: Floats, sampling: Sampling, position: int) -> int:
 
 def _kept(scores: Floats, sampling: Sampling) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     """The tokens that min_p, top_k and top_p leave, and their unnormalised probabilities, in a fixed order."""
-    weights = np.exp((scores.astype(np.float64) - scores.max()) / sampling.temperature)  # the likeliest has 1
-    floor = sampling.min_p  # min_p is relative to the likeliest
-    kept = np.flatnonzero(weights >= floor) if floor > 0 else np.arange(len(weights))
+    temperature = max(sampling.temperature, TEMPERATURE_MIN)
+    weights = np.exp((scores.astype(np.float64) - scores.max()) / temperature)  # the likeliest has 1
+    kept = np.flatnonzero(weights >= sampling.min_p) if sampling.min_p > 0 else np.arange(len(weights))
     if 0 < sampling.top_k < len(kept):
         kept = _likeliest(kept, weights, sampling.top_k)
     if sampling.top_p < 1:
