@@ -16,13 +16,13 @@ RESTARTS_MAX = 5
 """In a row: what fails six times at once fails for a reason that a seventh try does not mend."""
 
 RESTART_DELAY_S = 0.5
-"""Before the first restart; doubles with each further one in a row, to 16 s."""
+"""Before the first restart; doubles with each further one in a row, to 8 s."""
 
 FORGIVEN_AFTER_S = 60.0
 """A life this long shows that the start worked: the count of restarts begins anew."""
 
-LAST_LINES = 20
-"""Of an instance's output, kept to be shown when it dies: a traceback fits."""
+UNSHOWN_LINES = 20
+"""Of an instance's output below a warning, kept to be shown when it dies."""
 
 LINE_BYTES_MAX = 16 << 10
 """A longer line of output is cut into several: an instance gone mad must not fill our memory."""
@@ -45,7 +45,7 @@ class Command:
 
 
 class Died(Exception):
-    """An instance ended that should have gone on; the text says which, how, and its last words."""
+    """An instance ended that should have gone on; the text says which, how, and what it said."""
 
 
 class Instance:
@@ -54,7 +54,15 @@ class Instance:
     `keep` runs until `stop` was called and the process has ended; the output is read all the while.
     """
 
-    def __init__(self, command: Command, tell: Tell, log_file: Path | None, verbose: bool) -> None:
+    def __init__(
+        self,
+        command: Command,
+        tell: Tell,
+        *,
+        log_file: Path | None = None,
+        verbose: bool = False,
+        restart_delay_s: float = RESTART_DELAY_S,
+    ) -> None:
         self.command = command
         self.restartable = False
         """Set once the service was ready: before that a death is an error to be shown, not to be repeated."""
@@ -63,9 +71,10 @@ class Instance:
         self._tell = tell
         self._log_file = log_file
         self._verbose = verbose
+        self._restart_delay_s = restart_delay_s
         self._process: Process | None = None
         self._stopping = asyncio.Event()
-        self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._unshown: deque[str] = deque(maxlen=UNSHOWN_LINES)
 
     @property
     def pid(self) -> int | None:
@@ -84,8 +93,8 @@ class Instance:
             in_a_row = 1 if loop.time() - started > FORGIVEN_AFTER_S else in_a_row + 1
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             if not self.restartable or in_a_row > RESTARTS_MAX:
-                raise Died(f"{self.command.name} ended ({how}). Its last words:\n{self._last_words()}")
-            delay_s = RESTART_DELAY_S * 2 ** (in_a_row - 1)
+                raise Died(f"{self.command.name} ended ({how}). {self._last_words()}")
+            delay_s = self._restart_delay_s * 2 ** (in_a_row - 1)
             again = f"starting it again in {delay_s:g} s (restart {in_a_row} of {RESTARTS_MAX} in a row)"
             self._tell(f"{self.command.name} ended ({how}); {again}")
             with contextlib.suppress(TimeoutError):
@@ -150,12 +159,13 @@ class Instance:
 
     def _hear(self, line: str, shown: bool) -> bool:
         """Keep a line, and show it if it deserves it. A line without a level goes with the one before."""
-        self._last_lines.append(line)
         level = LEVEL.match(line)
         if level is not None:
             shown = self._verbose or level[1] not in ("DEBUG", "INFO")
         if shown:
             self._tell(f"{self.command.name} | {line}")
+        else:
+            self._unshown.append(line)
         return shown
 
     def _signal(self, number: signal.Signals) -> None:
@@ -164,4 +174,5 @@ class Instance:
             os.killpg(self._process.pid, number)
 
     def _last_words(self) -> str:
-        return "\n".join(f"  {line}" for line in self._last_lines) or "  (it said nothing)"
+        lines = "\n".join(f"  {line}" for line in self._unshown)
+        return f"What it said besides:\n{lines}" if lines else "See above for what it said."

@@ -112,7 +112,12 @@ async def _run(commands: Sequence[Command], config: ServeConfig, model: Model, u
         print(line, file=sys.stderr, flush=True)
 
     instances = [
-        Instance(command, tell, log_dir / f"{command.name}.log" if log_dir else None, config.verbose)
+        Instance(
+            command,
+            tell,
+            log_file=log_dir / f"{command.name}.log" if log_dir else None,
+            verbose=config.verbose,
+        )
         for command in commands
     ]
     tell(f"dango: starting {', '.join(command.name for command in commands)}")
