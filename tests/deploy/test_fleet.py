@@ -11,6 +11,7 @@ import pytest
 from deploy.fleet import Fleet, NotReady
 from deploy.instance import Command, Died, Instance
 from deploy.runtime import base_url, claim_port
+from tests.deploy.told import Told
 
 CONDUCTOR = """
 import http.server, os, signal, sys, time
@@ -36,15 +37,21 @@ signal.signal(signal.SIGTERM, stop)
 http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), Handler).serve_forever()
 """
 
-OTHER = """
+UP = "2026-01-01 00:00:00,000 WARNING test: up"
+
+OTHER = f"""
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: (print('other stopped', flush=True), os._exit(0)))
+print({UP!r}, flush=True)
 time.sleep(60)
 """
 
-STUBBORN = (
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
-)
+STUBBORN = f"""
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print({UP!r}, flush=True)
+time.sleep(60)
+"""
 
 
 class Scene:
@@ -53,11 +60,11 @@ class Scene:
     def __init__(
         self, others: Sequence[str], *, unready: int = 2, answer: str = "{}", stop_s: float = 5.0
     ) -> None:
-        self.told: list[str] = []
+        self.told = Told()
         port = claim_port("127.0.0.1", 0)
         commands = [Command("conductor", ["-c", CONDUCTOR, str(port), str(unready), answer])]
         commands += [Command(f"other-{number}", ["-c", code]) for number, code in enumerate(others)]
-        self.instances = [Instance(command, self.told.append, restart_delay_s=0.01) for command in commands]
+        self.instances = [Instance(command, self.told, restart_delay_s=0.01) for command in commands]
         self.fleet = Fleet(self.instances, base_url("127.0.0.1", port), drain_s=stop_s, stop_s=stop_s)
         self.ready = asyncio.Event()
 
@@ -73,10 +80,15 @@ async def test_ready_then_stopped_by_a_signal_conductor_first() -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(scene.run())
         await scene.ready.wait()
+        await scene.told.ups(2)
         pids = scene.running()
         assert len(pids) == 3
         os.kill(os.getpid(), signal.SIGTERM)
-    assert [line.split(" | ")[1] for line in scene.told] == ["conductor drained", "other stopped", "other stopped"]
+    assert [line.split(" | ")[1] for line in scene.told.lines if UP not in line] == [
+        "conductor drained",
+        "other stopped",
+        "other stopped",
+    ]
     assert not any(map(psutil.pid_exists, pids))
 
 
@@ -85,9 +97,7 @@ async def test_ctrl_c_and_a_closed_terminal_stop_it_also_before_it_is_ready(numb
     scene = Scene([OTHER], unready=10**9)
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(scene.run())
-        async with asyncio.timeout(10):
-            while len(scene.running()) < 2:
-                await asyncio.sleep(0.01)
+        await scene.told.ups(1)
         os.kill(os.getpid(), number)
     assert task.exception() is None
     assert not scene.ready.is_set()
@@ -100,9 +110,7 @@ async def test_a_second_signal_kills_at_once() -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(scene.run())
         await scene.ready.wait()
-        async with asyncio.timeout(10):
-            while not any("deaf" in line for line in scene.told):
-                await asyncio.sleep(0.01)
+        await scene.told.ups(1)
         asked = loop.time()
         os.kill(os.getpid(), signal.SIGINT)
         await asyncio.sleep(0.2)
@@ -131,7 +139,7 @@ async def test_a_death_on_the_way_up_ends_all_at_once() -> None:
     scene = Scene([OTHER, "raise SystemExit('no memory')"], unready=10**9)
     with pytest.raises(Died, match="other-1 ended"):
         await scene.run(ready_s=60)
-    assert "other-1 | no memory" in scene.told
+    assert "other-1 | no memory" in scene.told.lines
     assert scene.running() == []
 
 
@@ -140,12 +148,11 @@ async def test_a_death_when_ready_is_mended() -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(scene.run())
         await scene.ready.wait()
+        await scene.told.ups(1)
         first = scene.instances[1].pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
-        async with asyncio.timeout(10):
-            while scene.instances[1].pid in (None, first):
-                await asyncio.sleep(0.01)
+        await scene.told.ups(2)
         os.kill(os.getpid(), signal.SIGTERM)
-    assert any("starting it again" in line for line in scene.told)
+    assert any("starting it again" in line for line in scene.told.lines)
     assert scene.running() == []

@@ -6,39 +6,19 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from deploy.instance import LINE_BYTES_MAX, RESTARTS_MAX, Command, Died, Instance
+from tests.deploy.told import Told
 
 ROOT = Path(__file__).resolve().parents[2]
 
 LIVE = "import time; print('2026-01-01 00:00:00,000 WARNING test: up', flush=True); time.sleep(60)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {LIVE}"
-
-
-class Told:
-    """What the supervisor said, and a way to wait for it."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self._more = asyncio.Event()
-
-    def __call__(self, line: str) -> None:
-        self.lines.append(line)
-        self._more.set()
-
-    async def until(self, condition: Callable[[list[str]], bool]) -> None:
-        async with asyncio.timeout(10):
-            while not condition(self.lines):
-                self._more.clear()
-                await self._more.wait()
-
-    async def ups(self, count: int) -> None:
-        await self.until(lambda lines: sum("test: up" in line for line in lines) >= count)
 
 
 def python(code: str) -> Command:
