@@ -229,8 +229,8 @@ async def test_a_turn_cancelled_at_any_moment_is_given_on(ticks: int) -> None:
     for _ in range(ticks):
         await asyncio.sleep(0)
     tasks[1].cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
     async with asyncio.timeout(1.0):
+        await asyncio.gather(*tasks, return_exceptions=True)
         await wait("last")
     assert order[0] == "a"
     assert order[-2:] == ["c", "last"]
