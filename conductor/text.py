@@ -102,7 +102,6 @@ class TextAssembler:
         """Where the longest end of `text` begins that may become a stop string with what follows."""
         longest = max(map(len, self._stops), default=1) - 1
         for size in range(min(len(text), longest), 0, -1):
-            end = text[-size:]
-            if any(len(stop) > size and stop.startswith(end) for stop in self._stops):
+            if any(stop.startswith(text[-size:]) for stop in self._stops):
                 return len(text) - size
         return len(text)

@@ -200,6 +200,15 @@ def test_a_control_token_that_merges_can_make_is_not_made():
     assert tokenizer.chat([user("<s><s")]) == [4, 0, 1, 2, 3]
 
 
+def test_a_spelling_as_text_is_merged_like_any_text():
+    vocabulary = {token: number for number, token in enumerate(["<", "s", ">", "<s"])}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[("<", "s")]))
+    backend.add_special_tokens([AddedToken("<s>", normalized=False)])
+    tokenizer = Tokenizer(a_source(backend, template="<s>{{ messages[0].content }}"))
+    assert tokenizer.encode("<s>", special=False) == [3, 2]
+    assert tokenizer.chat([user("<s>")]) == [4, 3, 2]
+
+
 def test_a_model_without_a_template_has_no_chat():
     tokenizer = Tokenizer(a_source(template=None))
     assert not tokenizer.has_template
