@@ -29,6 +29,9 @@ CONNECT_S = 5.0
 SILENCE_S = 120.0
 """Between two pieces of an answer. A long prompt on a slow machine takes its time before the first."""
 
+TEMPERATURE = 0.3
+"""Small models wander at 1, which is the default of the HTTP interface."""
+
 
 class ChatError(Exception):
     """The service refused or broke off; the text is for the user."""
@@ -91,7 +94,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the service (default: %(default)s)")
     parser.add_argument("--model", help="its name (default: the first that the service lists)")
     parser.add_argument("--system", default="", metavar="TEXT", help="the model's role")
-    parser.add_argument("--temperature", type=float, metavar="X", help="0 is always the same answer")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=TEMPERATURE,
+        metavar="X",
+        help="0 is always the same answer, 1 is the model's own spread (default: %(default)s)",
+    )
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
 
 
