@@ -95,20 +95,11 @@ class Chunks:
         self._with_usage = with_usage
 
     async def hear(self, choice: Choice, piece: Piece, usage: Usage) -> None:
-        """A stop string ends a choice together with a token: both chunks then go out in one write."""
-        shape, index = self._shape, choice.index
+        """A stop string ends a choice in the chunk of the token that completed it."""
         reason = None if piece.reason is None else piece.reason.value
-        if reason is None:
-            deltas = [shape.delta(index, piece.text, piece.told, first=piece.first)]
-        elif piece.text or piece.told or piece.first:
-            deltas = [
-                shape.delta(index, piece.text, piece.told, first=piece.first),
-                shape.delta(index, "", None, reason=reason),
-            ]
-        else:
-            deltas = [shape.delta(index, "", None, reason=reason)]
+        delta = self._shape.delta(choice.index, piece.text, piece.told, first=piece.first, reason=reason)
         told = usage if self._with_usage else None
-        await self._stream.send(b"".join(event(chunk(shape, self._head, [delta], told)) for delta in deltas))
+        await self._stream.send(event(chunk(self._shape, self._head, [delta], told)))
 
 
 class Watch:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from conductor.ask import Ask, Failed, Readiness, Refusal, Refused, Reply
-from conductor.lease import HeldLease
+from conductor.lease import HeldLease, Room
 from conductor.metrics import Metrics
 from conductor.peers import Peers
 from conductor.place import Placement, Prompt, place
@@ -80,6 +80,7 @@ class Dispatcher:
         self._metrics = metrics
         self._in_flight_max = in_flight_max
         self._threshold = balancing_threshold
+        self._room = Room()
         self._in_flight = 0
         self._draining = False
 
@@ -124,8 +125,8 @@ class Dispatcher:
         root = self._view.manifest.root(ask.tenant, ask.salt)
         blocks = block_hashes(root, tokens)
         plan = await self._plan(tokens, blocks)
-        held = HeldLease(self._directory, self._acquire(ask, plan, tokens, blocks))
-        with self._entered(plan.decode, ask, choices, len(tokens)):
+        held = HeldLease(self._directory, self._room, self._acquire(ask, plan, tokens, blocks))
+        with self._entered(plan, ask, choices, len(tokens)):
             async with held as lease:
                 placed = Placed(plan, held, lease, tokens, blocks)
                 prefilled = await self._prefill(ask, choices, placed)
@@ -148,7 +149,10 @@ class Dispatcher:
         return plan
 
     def _acquire(self, ask: Ask, plan: Placement, tokens: list[int], blocks: list[BlockHash]) -> Acquire:
+        """What to lease. Raises PoolFull when that is more than the whole pool has."""
         tail = 1 if len(tokens) % self._view.manifest.layout.block_tokens else 0
+        if len(blocks) + tail > self._view.blocks_total:
+            raise PoolFull(f"{len(blocks) + tail} blocks wanted, the pool has {self._view.blocks_total}")
         return Acquire(ask.request, blocks, plan.reuse, tail, plan.near)
 
     async def _prefill(self, ask: Ask, choices: list[Choice], placed: Placed) -> Prefilled:
@@ -158,20 +162,16 @@ class Dispatcher:
             tokens=placed.tokens,
             prompt_tokens=len(ask.prompt),
             blocks=placed.blocks,
+            directory=self._directory.address,
             lease=lease.lease,
             sources=lease.sources,
             targets=lease.targets,
             places=lease.places,
             samplings=[choice.sampling for choice in choices],
         )
-        computed = len(placed.tokens) - len(lease.sources) * self._view.manifest.layout.block_tokens
-        key = choices[0].index
-        self._view.place(instance, ask.request, key, computed)
-        try:
-            async with self._watched(instance):
-                prefilled = await self._peers.of(instance).call(message, Prefilled, within_s=ask.within_s)
-        finally:
-            self._view.release(instance, ask.request, key)
+        async with self._watched(instance):
+            prefilled = await self._peers.of(instance).call(message, Prefilled, within_s=ask.within_s)
+        self._view.release(instance, ask.request, choices[0].index)
         self._metrics.observe_queue(prefilled.queue_s)
         self._metrics.observe_prefill(prefilled.compute_s)
         return prefilled
@@ -259,15 +259,18 @@ class Dispatcher:
             self._in_flight -= 1
 
     @contextlib.contextmanager
-    def _entered(self, decode: Instance, ask: Ask, choices: list[Choice], tokens: int) -> Iterator[None]:
-        """The ledger's entry of the decode instance, from placement to the end: it is on its way there."""
+    def _entered(self, plan: Placement, ask: Ask, choices: list[Choice], tokens: int) -> Iterator[None]:
+        """The ledger's entries, made in the same breath as the placement: the next one must see them."""
+        reused = plan.reuse * self._view.manifest.layout.block_tokens
+        self._view.place(plan.prefill, ask.request, choices[0].index, tokens - reused)
         for choice in choices:
-            self._view.place(decode, ask.request, choice.index, tokens)
+            self._view.place(plan.decode, ask.request, choice.index, tokens)
         try:
             yield
         finally:
+            self._view.release(plan.prefill, ask.request, choices[0].index)
             for choice in choices:
-                self._view.release(decode, ask.request, choice.index)
+                self._view.release(plan.decode, ask.request, choice.index)
 
 
 class _Countdown:

@@ -3,24 +3,36 @@
 For now rates: a line through the origin. What is predicted here decides which instance is quickest.
 """
 
+from collections.abc import Sequence
+
 from conductor.view import Instance
 from protocol.blocks import BlockLayout
 
 PREFILL_TOKENS_S_UNKNOWN = 1000.0
-"""Assumed of an instance that has not computed anything yet; equal for all such, so it only breaks no tie."""
+"""Assumed while no prefill instance has computed anything yet. Equal for all, so it decides nothing."""
 
 TRANSFER_BYTES_S = 2e9
 """Assumed of fetching a prefix from another segment: a cautious figure for one memory copy out and in."""
 
 
-def queue_s(instance: Instance) -> float:
-    """Until a prompt placed now would start: the work that was placed there and has not ended."""
-    return instance.placed_tokens / _rate(instance)
+class PrefillRates:
+    """Tokens a second of each prefill instance. One without samples is taken for an average one: were it
+    taken for slow, it would get no work and so never a sample."""
 
+    def __init__(self, instances: Sequence[Instance]) -> None:
+        known = [instance.load.tokens_s for instance in instances if instance.load.tokens_s]
+        self._unknown = sum(known) / len(known) if known else PREFILL_TOKENS_S_UNKNOWN
 
-def prefill_s(instance: Instance, tokens: int) -> float:
-    """To compute `tokens` there."""
-    return tokens / _rate(instance)
+    def queue_s(self, instance: Instance) -> float:
+        """Until a prompt placed now would start: the work that was placed there and has not ended."""
+        return instance.placed_tokens / self._of(instance)
+
+    def prefill_s(self, instance: Instance, tokens: int) -> float:
+        """To compute `tokens` there."""
+        return tokens / self._of(instance)
+
+    def _of(self, instance: Instance) -> float:
+        return instance.load.tokens_s or self._unknown
 
 
 def transfer_s(layout: BlockLayout, blocks: int) -> float:
@@ -28,11 +40,7 @@ def transfer_s(layout: BlockLayout, blocks: int) -> float:
     return blocks * layout.block_bytes / TRANSFER_BYTES_S
 
 
-def step_s(instance: Instance, more: int) -> float:
-    """A decode step with `more` requests than now, from the last reported step; 0 when nothing is known."""
+def step_s(instance: Instance) -> float:
+    """A decode step there with one more request than were placed there; 0 while nothing is known of it."""
     running = max(instance.load.running, 1)
-    return instance.load.step_s * (len(instance.placed) + more) / running
-
-
-def _rate(instance: Instance) -> float:
-    return instance.load.tokens_s or PREFILL_TOKENS_S_UNKNOWN
+    return instance.load.step_s * (len(instance.placed) + 1) / running

@@ -39,7 +39,7 @@ REQUESTS_MAX = 1024
 TOKENISERS = 2
 """Threads for checking and tokenising: one long prompt must not make short ones wait."""
 
-GRACE_S = 5.0
+GRACE_S = 1.0
 """Past a request's deadline the dispatcher has so long to say that it failed, before the gateway does."""
 
 REQUEST_ID = "X-Request-Id"

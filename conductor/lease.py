@@ -5,7 +5,7 @@ import contextlib
 import logging
 from types import TracebackType
 
-from kvcache_pool.api import LEASE_S, Acquire, DirectoryLink, Lease
+from kvcache_pool.api import LEASE_S, Acquire, DirectoryLink, Lease, PoolFull
 from protocol.errors import DangoError, RemoteError
 
 RENEW_EVERY_S = LEASE_S / 3
@@ -14,17 +14,48 @@ RENEW_EVERY_S = LEASE_S / 3
 log = logging.getLogger("dango.dispatch")
 
 
+class Room:
+    """The line in front of a full pool. Requests get their leases in order of arrival, so a long prompt
+    that waits for much room is not overtaken for ever by short ones. As long as the requests in flight."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()  # first in, first out
+        self._given_back = asyncio.Event()
+        self._held = 0
+
+    async def acquire(self, directory: DirectoryLink, ask: Acquire) -> Lease:
+        """Wait for room as long as leases of ours are out that will make some. Raises PoolFull otherwise."""
+        async with self._turn:
+            while True:
+                self._given_back.clear()
+                try:
+                    lease = await directory.get().acquire(ask)
+                except PoolFull:
+                    if not self._held:
+                        raise
+                    await self._given_back.wait()
+                else:
+                    self._held += 1
+                    return lease
+
+    def give_back(self) -> None:
+        """A lease has been released: whoever is first in line may try again."""
+        self._held -= 1
+        self._given_back.set()
+
+
 class HeldLease:
     """An async context manager. `give_back` may come early; leaving the block does it otherwise."""
 
-    def __init__(self, directory: DirectoryLink, ask: Acquire) -> None:
+    def __init__(self, directory: DirectoryLink, room: Room, ask: Acquire) -> None:
         self._directory = directory
+        self._room = room
         self._ask = ask
         self._lease: Lease | None = None
         self._keeper: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Lease:
-        self._lease = await self._directory.get().acquire(self._ask)
+        self._lease = await self._room.acquire(self._directory, self._ask)
         self._keeper = asyncio.create_task(self._keep(self._lease))
         return self._lease
 
@@ -45,6 +76,8 @@ class HeldLease:
             await self._directory.get().release(lease.lease)
         except DangoError as error:
             log.warning("a lease could not be released: %s", error, extra={"request": self._ask.owner})
+        finally:
+            self._room.give_back()
 
     async def _keep(self, lease: Lease) -> None:
         """Renew until cancelled, or until the lease turns out to be lost (which its users will notice)."""

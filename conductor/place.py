@@ -47,14 +47,20 @@ def place(view: View, prompt: Prompt, found: Found, balancing_threshold: float) 
     if missing:
         pool = "prefill" if not prefills else "decode" if not decodes else "kvcache"
         return Refusal(f"no_{pool}", "; ".join(missing), RETRY_NOBODY_S)
-    plans = [_plan(view, instance, prompt, found, balancing_threshold) for instance in prefills]
+    rates = estimate.PrefillRates(prefills)
+    plans = [_plan(view, rates, instance, prompt, found, balancing_threshold) for instance in prefills]
     ttft_s, _, prefill, reuse = min(plans, key=lambda plan: plan[:2])
-    decode = min(decodes, key=lambda instance: (estimate.step_s(instance, 1), _load(instance), instance.name))
+    decode = min(decodes, key=lambda instance: (estimate.step_s(instance), _load(instance), instance.name))
     return Placement(prefill, decode, reuse, view.home(decode), ttft_s)
 
 
 def _plan(
-    view: View, instance: Instance, prompt: Prompt, found: Found, threshold: float
+    view: View,
+    rates: estimate.PrefillRates,
+    instance: Instance,
+    prompt: Prompt,
+    found: Found,
+    threshold: float,
 ) -> tuple[float, str, Instance, int]:
     """Predicted TTFT on one instance, and how much of the prefix it would use."""
     layout = view.manifest.layout
@@ -63,8 +69,8 @@ def _plan(
     reuse, fetched = (best, best - own) if best > threshold * own else (own, 0)
     ttft_s = (
         estimate.transfer_s(layout, fetched)
-        + estimate.queue_s(instance)
-        + estimate.prefill_s(instance, prompt.tokens - reuse * layout.block_tokens)
+        + rates.queue_s(instance)
+        + rates.prefill_s(instance, prompt.tokens - reuse * layout.block_tokens)
     )
     return ttft_s, instance.name, instance, reuse
 

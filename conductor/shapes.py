@@ -93,9 +93,9 @@ class ChatShape:
         self, index: int, text: str, told: Told | None, *, first: bool = False, reason: str | None = None
     ) -> dict[str, Any]:
         """The role comes in the chunk of the first token: earlier, it would pass for a first token."""
-        delta = {"role": "assistant", "content": text} if first else {"content": text}
-        if reason is not None and not text:
-            delta = {}
+        delta = {"content": text} if text or reason is None else {}
+        if first:
+            delta = {"role": "assistant", "content": text}
         logprobs = _content(None if told is None else [told])
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 

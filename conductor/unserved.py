@@ -49,10 +49,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 GUIDED = "guided_"
 """vLLM's older family of structured outputs: guided_json, guided_regex, guided_choice, ..."""
 
-TOOLS_OFF = (None, "none")
-TOOL_CHOICE_FREE = (*TOOLS_OFF, "auto")
-"""Without tools, `auto` asks for nothing either."""
-
 
 def require_served(body: dict[str, Any], adds_special_tokens: bool) -> None:
     """Raises Problem naming the first field that asks for something that is not served."""
@@ -64,9 +60,10 @@ def require_served(body: dict[str, Any], adds_special_tokens: bool) -> None:
         known = name in NEUTRAL or name.startswith(GUIDED)
         if known and value not in NEUTRAL.get(name, ()):
             raise _unserved(name)
-    if body.get("tools") and body.get("tool_choice") not in TOOLS_OFF:
+    choice = body.get("tool_choice")
+    if body.get("tools") and choice != "none":
         raise _unserved("tools")
-    if not body.get("tools") and body.get("tool_choice") not in TOOL_CHOICE_FREE:
+    if choice not in (None, "none", "auto"):  # without tools, `auto` asks for nothing either
         raise _unserved("tool_choice")
 
 

@@ -4,6 +4,7 @@ Pure. Reports correct the belief, the ledger of own placements bridges the time 
 report that is late means unknown, not full.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from protocol.cluster import Manifest
@@ -101,6 +102,12 @@ class View:
     def directory(self) -> str | None:
         """Where the KVCache pool's directory listens; the first by name, should there be two."""
         return next((i.address for i in self.of(Pool.KVCACHE) if i.directory), None)
+
+    @property
+    def blocks_total(self) -> float:
+        """Blocks of the whole pool, as its directory reports them; infinite before its first report."""
+        totals = [i.load.blocks_total for i in self.of(Pool.KVCACHE) if i.directory]
+        return totals[0] if totals and totals[0] else math.inf
 
     def home(self, instance: Instance) -> SegmentId | None:
         """The segment nearest to an instance: on its host; instances of a pool are dealt over several."""

@@ -5,6 +5,7 @@ are copied out of the engine's pages when the block is full, so the pages' own l
 """
 
 import asyncio
+import contextlib
 import logging
 from dataclasses import dataclass
 
@@ -72,4 +73,5 @@ class WriteBack:
                 await self._mover.write(layer, lease.targets, runs, [0], Priority.WRITE_BACK)
             await directory.commit(lease.lease, [0], [block.name])
         finally:
-            await asyncio.shield(directory.release(lease.lease))
+            with contextlib.suppress(DangoError):  # it then ends by itself; a cancellation must go on
+                await asyncio.shield(directory.release(lease.lease))

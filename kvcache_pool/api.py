@@ -336,6 +336,13 @@ class DirectoryLink:
         self._transport = transport
         self._client: Client | None = None
 
+    @property
+    def address(self) -> str:
+        """Of the current directory. Raises PeerLost while there is none."""
+        if self._client is None:
+            raise PeerLost("no directory is known")
+        return self._client.address
+
     async def follow(self, address: str | None) -> None:
         """Connect to `address` if that is news."""
         if self._client is not None and self._client.address == address:

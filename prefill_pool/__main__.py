@@ -32,7 +32,7 @@ async def serve(config: PrefillConfig) -> None:
     service = PrefillService(engine, mover, directory, config)
 
     async def heard(news: Heard) -> None:
-        await directory.follow(news.directory)
+        """Nothing to learn: each request says where its directory is."""
 
     async def step(_: str) -> None:
         await service.step_forever()

@@ -39,6 +39,8 @@ class Prefill(Message):
     """How many of `tokens` are the client's prompt; the rest is output that an earlier attempt produced."""
     blocks: list[BlockHash]
     """The names of the full blocks of `tokens`."""
+    directory: str
+    """Where to commit: the directory that gave the lease."""
     lease: LeaseId
     sources: list[Grant]
     targets: list[Grant]

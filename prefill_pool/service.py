@@ -47,6 +47,7 @@ class PrefillService:
     async def prefill(self, message: Prefill, ask: Ask) -> Prefilled:
         """Compute one prompt. Cancelling stops it at the next layer and frees its pages."""
         self._require_sound(message)
+        await self._directory.follow(message.directory)
         prompt = Prompt(message.request, len(message.tokens), self._tokens_of(message.sources))
         job = Job(message, prompt, self._engine, self._mover, self._directory)
         if not self._schedule.add(prompt):

@@ -44,6 +44,9 @@ class FixedLink(DirectoryLink):
     def get(self) -> Directory:
         return self._fixed
 
+    async def follow(self, address: str | None) -> None:
+        assert address == "tcp://directory"
+
 
 class Bench:
     """One instance and what it stands on."""
@@ -85,6 +88,7 @@ def a_prefill(prompt: list[int], reuse: int = 0, name: str = "r", choices: int =
         prompt,
         len(prompt),
         names,
+        "tcp://directory",
         LeaseId("lease"),
         grants[:reuse],
         grants[reuse:],

@@ -1,0 +1,208 @@
+"""The life of a request over a whole cluster in one process: the text foretold, whatever dies on the way."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from conductor.ask import Failed, Refused
+from engine.api import EndReason
+from kvcache_pool.transfer.mover import Reach
+from protocol.registry import Pool
+from tests.cluster import Listener, a_cluster, an_ask
+from tests.fakes import LAYOUT, FakeEngine, foretell
+
+PROMPT = [(11 * i) % 101 for i in range(22)]
+BLOCKS = 100
+LONG = [(3 * i) % 103 for i in range(90)]
+
+
+def overwrite_first_runs(segment: Path) -> None:
+    """Spoil layer 0 of every slot behind everybody's back."""
+    size = segment.stat().st_size
+    with segment.open("r+b") as file:
+        for at in range(size - BLOCKS * 4096, size, 4096):
+            file.seek(at)
+            file.write(b"\x5a" * LAYOUT.run_bytes)
+
+
+@pytest.mark.parametrize("reach", [Reach.SHM, Reach.TCP])
+async def test_cold_warm_and_the_next_turn(reach: Reach):
+    async with a_cluster(reach=reach) as cluster:
+        cold = await cluster.serve(an_ask(PROMPT, 12))
+        assert cold.tokens[0] == foretell(PROMPT, 12)
+        assert cold.ended == {0: EndReason.LENGTH}
+        assert cold.reused == [0]
+        warm = await cluster.serve(an_ask(PROMPT, 12))
+        assert warm.tokens == cold.tokens
+        assert warm.reused == [20]
+        await cluster.at_rest()
+        # The answer's own full blocks were written back: the next turn finds them.
+        turn = [*PROMPT, *cold.tokens[0], 5, 6, 7]
+        after = await cluster.serve(an_ask(turn, 6))
+        assert after.tokens[0] == foretell(turn, 6)
+        assert after.reused == [(len(PROMPT) + 11) // 4 * 4]
+        await cluster.at_rest()
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9, 40])
+async def test_block_borders(length: int):
+    """B21: lengths around block borders, three times each; whole blocks, and never the last token."""
+    async with a_cluster() as cluster:
+        prompt = LONG[:length]
+        replies = [await cluster.serve(an_ask(prompt, 5)) for _ in range(3)]
+        assert all(reply.tokens[0] == foretell(prompt, 5) for reply in replies)
+        assert [reply.reused for reply in replies] == [[0], *[[(length - 1) // 4 * 4]] * 2]
+
+
+async def test_many_at_once_over_two_of_everything():
+    async with a_cluster(2, 2, 2) as cluster:
+        prompts = [[n % 7, *LONG[: 5 * (n % 13)]] for n in range(40)]
+        replies = await asyncio.gather(*(cluster.serve(an_ask(p, 10)) for p in prompts))
+        assert [reply.tokens[0] for reply in replies] == [foretell(p, 10) for p in prompts]
+        await cluster.at_rest()
+        assert all(engine.passes > 0 for engine in cluster.engines.values())
+
+
+async def test_choices_share_one_prefill():
+    async with a_cluster() as cluster:
+        reply = await cluster.serve(an_ask(PROMPT, 6, choices=3))
+        assert reply.tokens == {n: foretell(PROMPT, 6) for n in range(3)}
+        assert cluster.engines["prefill-0"].tokens_computed == len(PROMPT)
+        await cluster.at_rest()
+
+
+async def test_one_token_needs_no_decode_step():
+    async with a_cluster() as cluster:
+        reply = await cluster.serve(an_ask(PROMPT, 1))
+        assert reply.tokens[0] == foretell(PROMPT, 1)
+        assert cluster.engines["decode-0"].passes == 0
+        await cluster.at_rest()
+
+
+async def test_enough_for_the_client_ends_the_work():
+    async with a_cluster(layer_s=0.002) as cluster:
+        reply = await cluster.serve(an_ask(PROMPT, 200), Listener(enough=5))
+        assert reply.tokens[0] == foretell(PROMPT, 5)
+        assert reply.ended == {}
+        passes = cluster.engines["decode-0"].passes
+        await cluster.at_rest()
+        assert cluster.engines["decode-0"].passes <= passes + 2
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.05, 0.2])
+async def test_a_client_that_leaves_in_any_phase_leaves_nothing_behind(after_s: float):
+    """B34: queued, in prefill, in transfer, in decode."""
+    async with a_cluster(layer_s=0.004) as cluster:
+        tasks = [asyncio.create_task(cluster.serve(an_ask([n, *LONG], 60))) for n in range(6)]
+        await asyncio.sleep(after_s)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        before = {name: engine.passes for name, engine in cluster.engines.items()}
+        await cluster.at_rest()
+        assert all(engine.passes <= before[name] + 2 for name, engine in cluster.engines.items())
+        assert (await cluster.serve(an_ask(PROMPT, 6))).tokens[0] == foretell(PROMPT, 6)
+
+
+async def test_a_decode_instance_dies_and_another_goes_on_with_the_tokens_so_far():
+    async with a_cluster(decodes=2, layer_s=0.003) as cluster:
+        reply = Listener()
+        task = asyncio.create_task(cluster.serve(an_ask(PROMPT, 40, choices=2), reply))
+        async with asyncio.timeout(5):
+            while len(reply.tokens.get(1, [])) < 6:  # noqa: ASYNC110 - a test may poll
+                await asyncio.sleep(0.005)
+        (busy,) = [instance.name for instance in cluster.view.of(Pool.DECODE) if instance.placed]
+        await cluster.kill(busy)
+        await task
+        assert reply.tokens == {n: foretell(PROMPT, 40) for n in range(2)}
+        assert set(reply.ended) == {0, 1}
+        assert len(reply.reused) == 1
+        await cluster.at_rest()
+
+
+async def test_a_prefill_instance_dies_and_another_takes_over():
+    async with a_cluster(prefills=2, layer_s=0.02) as cluster:
+        reply = Listener()
+        task = asyncio.create_task(cluster.serve(an_ask(LONG, 4), reply))
+        await asyncio.sleep(0.3)
+        await cluster.kill("prefill-0")
+        await task
+        assert reply.tokens[0] == foretell(LONG, 4)
+        assert cluster.engines["prefill-1"].tokens_computed < len(LONG)  # stored chunks were reused
+        await cluster.at_rest()
+
+
+async def test_the_only_decode_instance_dies_and_the_request_fails_once():
+    async with a_cluster(layer_s=0.005) as cluster:
+        reply = Listener()
+        task = asyncio.create_task(cluster.serve(an_ask(PROMPT, 60), reply))
+        await reply.spoke.wait()
+        await asyncio.sleep(0.05)
+        await cluster.kill("decode-0")
+        async with asyncio.timeout(5):
+            with pytest.raises(Failed):
+                await task
+        said = reply.tokens[0]
+        assert said == foretell(PROMPT, len(said))
+        with pytest.raises(Refused, match="no decode instance"):
+            await cluster.serve(an_ask(PROMPT, 6))
+        cluster.start_decode("decode-0", FakeEngine())
+        await cluster.ready(3)
+        assert (await cluster.serve(an_ask(PROMPT, 6))).tokens[0] == foretell(PROMPT, 6)
+
+
+async def test_a_bad_block_in_the_pool_costs_time_and_never_a_word():
+    async with a_cluster(blocks=BLOCKS) as cluster:
+        await cluster.serve(an_ask(LONG, 4))
+        (segment,) = {p.shm for p in cluster.movers["prefill-0"]._places.values()}  # type: ignore[attr-defined]
+        overwrite_first_runs(Path(segment))
+        again = await cluster.serve(an_ask(LONG, 8))
+        assert again.tokens[0] == foretell(LONG, 8)
+        await cluster.at_rest()
+
+
+async def test_a_full_pool_refuses_before_the_first_token_and_recovers():
+    async with a_cluster(blocks=8) as cluster:
+        with pytest.raises(Refused) as refused:
+            await cluster.serve(an_ask(LONG, 4))
+        assert (refused.value.refusal.reason, refused.value.refusal.status) == ("pool_full", 429)
+        assert (await cluster.serve(an_ask(PROMPT, 6))).tokens[0] == foretell(PROMPT, 6)
+        await cluster.at_rest()
+
+
+async def test_one_too_many_in_flight_is_refused():
+    async with a_cluster(layer_s=0.01, in_flight_max=1) as cluster:
+        task = asyncio.create_task(cluster.serve(an_ask(PROMPT, 6)))
+        await asyncio.sleep(0)
+        with pytest.raises(Refused) as refused:
+            await cluster.serve(an_ask(PROMPT, 6))
+        assert refused.value.refusal.status == 429
+        assert (await task).tokens[0] == foretell(PROMPT, 6)
+        cluster.dispatcher.drain()
+        with pytest.raises(Refused) as refused:
+            await cluster.serve(an_ask(PROMPT, 6))
+        assert refused.value.refusal.reason == "draining"
+
+
+async def test_a_deadline_ends_the_request_and_its_work():
+    async with a_cluster(layer_s=0.02) as cluster:
+        with pytest.raises(Failed, match="within"):
+            await cluster.serve(an_ask(LONG, 100, within_s=0.5))
+        await cluster.at_rest()
+
+
+async def test_tenants_and_salts_do_not_share():
+    """B23: whose cache it is, is part of a block's name."""
+    async with a_cluster() as cluster:
+        for tenant, salt, reused in (
+            ("x", "", 0),
+            ("x", "", 20),
+            ("y", "", 0),
+            ("y", "", 20),
+            ("y", "x", 0),
+            ("", "", 0),
+        ):
+            reply = await cluster.serve(an_ask(PROMPT, 4, tenant=tenant, salt=salt))
+            assert reply.tokens[0] == foretell(PROMPT, 4)
+            assert reply.reused == [reused]
