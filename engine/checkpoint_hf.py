@@ -133,17 +133,18 @@ def _read_safetensors(path: Path) -> dict[str, StoredTensor]:
             raise UnsupportedModel(f"{path.name}: damaged safetensors header")
         try:
             header = json.loads(file.read(length))
-        except ValueError as error:
+            header.pop("__metadata__", None)
+            found = {name: _stored(path, name, entry, 8 + length) for name, entry in header.items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UnsupportedModel(f"{path.name}: damaged safetensors header ({error})") from error
-    header.pop("__metadata__", None)
-    found = {}
-    for name, entry in header.items():
-        start, end = entry["data_offsets"]
-        if entry["dtype"] not in TYPES:
-            raise UnsupportedModel(f"{path.name}: {name} has the unsupported type {entry['dtype']}")
-        if 8 + length + end > size:
+    for name, tensor in found.items():
+        if tensor.type not in TYPES:
+            raise UnsupportedModel(f"{path.name}: {name} has the unsupported type {tensor.type}")
+        if tensor.offset + tensor.bytes > size:
             raise UnsupportedModel(f"{path.name} is cut short: {name} ends beyond the file")
-        found[name] = StoredTensor(
-            path, name, tuple(entry["shape"]), entry["dtype"], 8 + length + start, end - start
-        )
     return found
+
+
+def _stored(path: Path, name: str, entry: dict[str, Any], base: int) -> StoredTensor:
+    start, end = entry["data_offsets"]
+    return StoredTensor(path, name, tuple(entry["shape"]), entry["dtype"], base + start, end - start)

@@ -57,6 +57,8 @@ def _read(path: Path, data: mmap.mmap) -> GgufFile:
         raise UnsupportedModel(f"{path.name} is one of {fields['split.count']} parts; merge them first")
     found = [cursor.tensor() for _ in range(tensor_count)]
     alignment = fields.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise IndexError(f"alignment {alignment}")
     base = -(-cursor.at // alignment) * alignment
     tensors = {name: _tensor(path, name, shape, kind, base + offset) for name, shape, kind, offset in found}
     for name, tensor in tensors.items():
