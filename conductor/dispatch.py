@@ -21,7 +21,7 @@ from conductor.view import Instance, View
 from decode_pool.api import Decode, DecodeBusy, Ended, Joined, Token
 from engine.api import Sampled, Sampling
 from engine.ending import end_of
-from kvcache_pool.api import Acquire, DirectoryLink, Found, Grant, Lease, LeaseLost, PoolFull
+from kvcache_pool.api import Acquire, DirectoryLink, Found, Grant, Lease, LeaseLost, PoolFull, new_lease
 from prefill_pool.api import Prefill, PrefillBusy, Prefilled, PrefixLost, StoreLost
 from protocol.blocks import block_hashes
 from protocol.errors import BadMessage, DangoError, DeadlineExceeded, PeerLost, first_error
@@ -153,7 +153,7 @@ class Dispatcher:
         tail = 1 if len(tokens) % self._view.manifest.layout.block_tokens else 0
         if len(blocks) + tail > self._view.blocks_total:
             raise PoolFull(f"{len(blocks) + tail} blocks wanted, the pool has {self._view.blocks_total}")
-        return Acquire(ask.request, blocks, plan.reuse, tail, plan.near)
+        return Acquire(new_lease(), ask.request, blocks, plan.reuse, tail, plan.near)
 
     async def _prefill(self, ask: Ask, choices: list[Choice], placed: Placed) -> Prefilled:
         lease, instance = placed.lease, placed.plan.prefill

@@ -51,13 +51,17 @@ class HeldLease:
         self._directory = directory
         self._room = room
         self._ask = ask
-        self._lease: Lease | None = None
         self._keeper: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Lease:
-        self._lease = await self._room.acquire(self._directory, self._ask)
-        self._keeper = asyncio.create_task(self._keep(self._lease))
-        return self._lease
+        try:
+            lease = await self._room.acquire(self._directory, self._ask)
+        except asyncio.CancelledError:
+            # The directory may have granted what we no longer wait for.
+            await asyncio.shield(self._release())
+            raise
+        self._keeper = asyncio.create_task(self._keep())
+        return lease
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -66,25 +70,27 @@ class HeldLease:
 
     async def give_back(self) -> None:
         """Release now. If the directory cannot be told, the lease ends by itself."""
-        lease, self._lease = self._lease, None
-        if lease is None or self._keeper is None:
+        keeper, self._keeper = self._keeper, None
+        if keeper is None:
             return
-        self._keeper.cancel()
+        keeper.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await self._keeper
+            await keeper
+        await self._release()
+        self._room.give_back()
+
+    async def _release(self) -> None:
         try:
-            await self._directory.get().release(lease.lease)
+            await self._directory.get().release(self._ask.lease)
         except DangoError as error:
             log.warning("a lease could not be released: %s", error, extra={"request": self._ask.owner})
-        finally:
-            self._room.give_back()
 
-    async def _keep(self, lease: Lease) -> None:
+    async def _keep(self) -> None:
         """Renew until cancelled, or until the lease turns out to be lost (which its users will notice)."""
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
             try:
-                await self._directory.get().renew(lease.lease)
+                await self._directory.get().renew(self._ask.lease)
             except RemoteError as error:
                 log.warning("a lease was lost: %s", error, extra={"request": self._ask.owner})
                 return

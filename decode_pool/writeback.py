@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_pool.api import Acquire, DirectoryLink, Mover, Priority
+from kvcache_pool.api import Acquire, DirectoryLink, Mover, Priority, new_lease
 from protocol.errors import DangoError
 from protocol.ids import BlockHash, RequestId, SegmentId
 
@@ -65,13 +65,13 @@ class WriteBack:
         directory = self._directory.get()
         if (await directory.lookup([block.name])).reach:
             return  # another answer made the same block
-        ask = Acquire(owner=block.request, blocks=[], reuse=0, unnamed=1, near=self.near)
-        lease = await directory.acquire(ask)
+        ask = Acquire(new_lease(), block.request, blocks=[], reuse=0, unnamed=1, near=self.near)
         try:
+            lease = await directory.acquire(ask)
             self._mover.know(lease.places)
             for layer, runs in enumerate(block.runs):
                 await self._mover.write(layer, lease.targets, runs, [0], Priority.WRITE_BACK)
             await directory.commit(lease.lease, [0], [block.name])
         finally:
             with contextlib.suppress(DangoError):  # it then ends by itself; a cancellation must go on
-                await asyncio.shield(directory.release(lease.lease))
+                await asyncio.shield(directory.release(ask.lease))

@@ -67,7 +67,7 @@ async def run(config: KVCacheConfig) -> None:
 async def _serve(transport: Transport, config: KVCacheConfig, manifest: Manifest, segment: Segment) -> None:
     host = config.host or socket.gethostname()
     bytes_service = SegmentService(segment)
-    directory = DirectoryService(Index(segment.incarnation)) if config.directory else None
+    directory = DirectoryService(Index()) if config.directory else None
     elsewhere: str | None = None  # the directory's address, where it is not here
 
     async def heard(news: Heard) -> None:

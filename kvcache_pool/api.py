@@ -13,6 +13,7 @@ A block is visible only once committed, so several writers may compute the same 
 first commit gets the name, the others' copies stay private to their lease and go with it.
 """
 
+import uuid
 from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
@@ -123,11 +124,14 @@ class Grant(Message):
 class Acquire(Message):
     """Lease the cached prefix of a prompt, and room for the rest. Answered by Lease; or PoolFull.
 
-    All or nothing. `blocks` names the prompt's full blocks in order. At most the first `reuse` are taken
-    from the cache (fewer if some went since the lookup); each of the others, and `unnamed` more
-    (the tail), gets a free slot, in the segment `near` if that has room.
+    All or nothing; a second ask under the name of a living lease is refused. `blocks` names the prompt's
+    full blocks in order. At most the first `reuse` are taken from the cache (fewer if some went since the
+    lookup); each of the others, and `unnamed` more (the tail), gets a free slot, in the segment `near` if
+    that has room.
     """
 
+    lease: LeaseId
+    """Chosen by the asker, unlike any other (`new_lease`): so it can release what it never heard it got."""
     owner: str
     """The request, for the ledger."""
     blocks: list[BlockHash]
@@ -135,6 +139,11 @@ class Acquire(Message):
     unnamed: int
     near: SegmentId | None
     lease_s: float = LEASE_S
+
+
+def new_lease() -> LeaseId:
+    """A name for a lease that nobody has used."""
+    return LeaseId(uuid.uuid4().hex)
 
 
 class Lease(Message):

@@ -27,10 +27,10 @@ segment's membership, can have granted and not yet written. 64 bits hold four bi
 class Index:
     """All blocks of the pool. Every method but `find`, `stats` and `check` mutates."""
 
-    def __init__(self, life: str) -> None:
+    def __init__(self) -> None:
         self._segments: dict[SegmentId, Slots] = {}  # in the order of joining, which breaks ties
         self._replicas: dict[BlockHash, dict[SegmentId, Block]] = {}
-        self._leases = Leases(life)
+        self._leases = Leases()
         self._generation = 0
         self._evicted = 0
 
@@ -102,8 +102,11 @@ class Index:
     # -- leases -------------------------------------------------------------------------------------
 
     def acquire(self, ask: Acquire, now: float) -> Lease:
-        """Lease the cached prefix and room for the rest. Raises PoolFull, and then nothing has changed."""
+        """Lease the cached prefix and room for the rest. Raises PoolFull, or ValueError for a name that is
+        taken; then nothing has changed."""
         self.expire(now)
+        if ask.lease in self._leases:
+            raise ValueError(f"there is a lease {ask.lease} already")
         sources = self._cached(ask.blocks[: ask.reuse], ask.near)
         count = len(ask.blocks) - len(sources) + ask.unnamed
         rooms = self._rooms(count, ask.near, sources)
@@ -111,7 +114,7 @@ class Index:
             block.leases += 1
             block.home.idle.drop(block)
         targets = [self._reserve(slots) for slots, share in rooms for _ in range(share)]
-        claim = self._leases.grant(ask.owner, now + ask.lease_s, sources, targets)
+        claim = self._leases.grant(ask.lease, ask.owner, now + ask.lease_s, sources, targets)
         places = {block.home.place.segment: block.home.place for block in claim.blocks}
         return Lease(
             claim.lease,

@@ -40,14 +40,13 @@ class Claim:
 
 
 class Leases:
-    """All leases. Ids are `life` and a counter, so that another life of the directory never repeats one.
+    """All leases, by the names that their owners chose.
 
     Owns the claims. Always: one heap entry for each current lease (and for some that are gone, until
     their time). Mutates: grant, renew, end, overdue, linger, lapsed.
     """
 
-    def __init__(self, life: str) -> None:
-        self._life = life
+    def __init__(self) -> None:
         self._issued = 0
         self._current: dict[LeaseId, Claim] = {}
         self._ends: list[tuple[float, int, LeaseId]] = []
@@ -61,10 +60,15 @@ class Leases:
         """Whether no more can be granted."""
         return len(self._current) >= LEASES_MAX
 
-    def grant(self, owner: str, end: float, sources: list[Block], targets: list[Block]) -> Claim:
-        """A new lease."""
+    def __contains__(self, lease: LeaseId) -> bool:
+        """Whether the name is taken, by a current or a late lease."""
+        return lease in self._current or lease in self._late
+
+    def grant(self, lease: LeaseId, owner: str, end: float, sources: list[Block], targets: list[Block]) -> Claim:
+        """A new lease, under a name that is free."""
+        assert lease not in self
         self._issued += 1
-        claim = Claim(LeaseId(f"{self._life}-{self._issued}"), owner, end, sources, targets)
+        claim = Claim(lease, owner, end, sources, targets)
         self._current[claim.lease] = claim
         heapq.heappush(self._ends, (end, self._issued, claim.lease))
         return claim

@@ -108,7 +108,10 @@ class DirectoryService:
         _require_lease_s(message.lease_s)
         if message.reuse < 0 or message.unnamed < 0:
             raise BadMessage("reuse and unnamed count blocks: they are not negative")
-        return self._index.acquire(message, _now())
+        try:
+            return self._index.acquire(message, _now())
+        except ValueError as error:
+            raise BadMessage(str(error)) from error
 
     async def _commit(self, message: Commit, _: Ask) -> Done:
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvcache_pool.api import Acquire, Announce, Directory, Done, Lease, Place
+from kvcache_pool.api import Acquire, Announce, Directory, Done, Lease, Place, new_lease
 from kvcache_pool.index import Index
 from kvcache_pool.segment import SHM, Bytes, Geometry, Segment
 from kvcache_pool.service import DirectoryService, SegmentService, announce, place_of
@@ -35,7 +35,7 @@ def a_place(segment: str = "kv", slots: int = 4, incarnation: str = "a", layout:
 
 def an_index(**slots: int) -> Index:
     """With these segments."""
-    index = Index("life")
+    index = Index()
     for segment, count in (slots or {"kv": 4}).items():
         index.announce(a_place(segment, count), 0, 0.0)
     return index
@@ -49,7 +49,9 @@ def an_ask(
     lease_s: float = 30.0,
     reuse: int = 10**6,
 ) -> Acquire:
-    return Acquire("request", blocks, reuse, unnamed, None if near is None else SegmentId(near), lease_s)
+    return Acquire(
+        new_lease(), "request", blocks, reuse, unnamed, None if near is None else SegmentId(near), lease_s
+    )
 
 
 def cache(index: Index, *numbers: int, now: float = 0.0, near: str | None = None) -> Lease:
@@ -98,7 +100,7 @@ async def a_pool(
         segments = [a_segment(count, f"kv-{number}", folder, layout) for number, count in enumerate(slots or (8,))]
         for segment in segments:
             stack.callback(segment.close)
-        index = Index("life")
+        index = Index()
         directory, service = DirectoryService(index), SegmentService(segments[0])
         stack.callback(service.close)
         server = Server(transport.bind(listen), {**directory.handlers(), **service.handlers()})

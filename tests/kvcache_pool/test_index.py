@@ -12,6 +12,19 @@ from protocol.ids import Incarnation, SegmentId
 from tests.kvcache_pool.builders import a_place, an_ask, an_index, cache, names
 
 
+def test_a_lease_under_a_name_that_is_taken_is_refused_and_changes_nothing() -> None:
+    index = an_index(a=4)
+    ask = an_ask(names(1))
+    index.acquire(ask, 0.0)
+    before = index.stats()
+    with pytest.raises(ValueError, match="already"):
+        index.acquire(ask, 0.0)
+    assert index.stats() == before
+    index.release(ask.lease)
+    index.acquire(ask, 0.0)
+    index.check()
+
+
 def test_a_committed_prefix_is_found_and_leased() -> None:
     index = an_index(kv=8)
     first = cache(index, 1, 2, 3)
@@ -250,7 +263,7 @@ def test_a_segment_in_a_new_incarnation_begins_empty_and_above_old_generations()
 
 def test_a_new_directory_begins_above_what_a_segment_has_seen() -> None:
     seen = 5 << 40
-    index = Index("another life")
+    index = Index()
     index.announce(a_place("kv", 2), seen, 0.0)
     assert index.acquire(an_ask([], unnamed=1), 0.0).targets[0].generation > seen + 10**6
 

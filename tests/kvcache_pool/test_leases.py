@@ -1,26 +1,28 @@
 """Leases by themselves."""
 
+from kvcache_pool.api import new_lease
 from kvcache_pool.leases import Leases
 
 
 def a_book() -> Leases:
-    return Leases("life")
+    return Leases()
 
 
-def test_ids_name_the_life_and_never_repeat() -> None:
+def test_a_name_is_taken_until_its_lease_is_gone() -> None:
     leases = a_book()
-    ids = [leases.grant("r", 10.0, [], []).lease for _ in range(3)]
-    assert ids == ["life-1", "life-2", "life-3"]
-    leases.end(ids[2])
-    assert leases.grant("r", 10.0, [], []).lease == "life-4"
-    assert Leases("another").grant("r", 1.0, [], []).lease not in ids
-    leases.check()
+    claim = leases.grant(new_lease(), "r", 1.0, [], [])
+    assert claim.lease in leases
+    assert leases.overdue(1.0) == [claim]
+    leases.linger(claim, 9.0)
+    assert claim.lease in leases
+    leases.end(claim.lease)
+    assert claim.lease not in leases
 
 
 def test_overdue_leases_come_in_the_order_of_their_ends_and_once() -> None:
     leases = a_book()
     for owner, end in (("c", 3.0), ("a", 1.0), ("b", 2.0), ("b2", 2.0)):
-        leases.grant(owner, end, [], [])
+        leases.grant(new_lease(), owner, end, [], [])
     assert [claim.owner for claim in leases.overdue(0.9)] == []
     assert [claim.owner for claim in leases.overdue(2.0)] == ["a", "b", "b2"]
     leases.check()
@@ -30,7 +32,7 @@ def test_overdue_leases_come_in_the_order_of_their_ends_and_once() -> None:
 
 def test_a_renewed_lease_is_overdue_at_its_new_end_only() -> None:
     leases = a_book()
-    lease = leases.grant("r", 1.0, [], []).lease
+    lease = leases.grant(new_lease(), "r", 1.0, [], []).lease
     assert leases.renew(lease, 5.0)
     assert leases.renew(lease, 2.0)
     assert leases.overdue(4.9) == []
@@ -41,7 +43,7 @@ def test_a_renewed_lease_is_overdue_at_its_new_end_only() -> None:
 
 def test_a_released_lease_is_gone_and_never_overdue() -> None:
     leases = a_book()
-    claim = leases.grant("r", 1.0, [], [])
+    claim = leases.grant(new_lease(), "r", 1.0, [], [])
     assert leases.find(claim.lease) is claim
     assert leases.end(claim.lease) is claim
     assert leases.find(claim.lease) is None
@@ -53,7 +55,7 @@ def test_a_released_lease_is_gone_and_never_overdue() -> None:
 def test_a_late_lease_lapses_unless_it_is_ended_before() -> None:
     leases = a_book()
     for end in (1.0, 2.0, 3.0):
-        leases.grant("r", end, [], [])
+        leases.grant(new_lease(), "r", end, [], [])
     one, two, three = leases.overdue(3.0)
     for claim, until in ((one, 11.0), (two, 12.0), (three, 13.0)):
         leases.linger(claim, until)

@@ -22,6 +22,7 @@ from kvcache_pool.api import (
     Runs,
     Stale,
     WriteLayer,
+    new_lease,
 )
 from kvcache_pool.config import KVCacheConfig
 from kvcache_pool.index import Index
@@ -102,7 +103,7 @@ async def test_nonsense_is_refused_and_changes_nothing(pool: Pool) -> None:
 
 
 async def test_a_dead_owners_lease_expires_without_anybody_asking(pool: Pool) -> None:
-    await pool.directory.acquire(Acquire("dead", names(1), 0, 0, None, lease_s=0.1))
+    await pool.directory.acquire(Acquire(new_lease(), "dead", names(1), 0, 0, None, lease_s=0.1))
     async with asyncio.timeout(5.0):
         while (await pool.directory.stats()).leases:  # noqa: ASYNC110 - only the service can tell
             await asyncio.sleep(0.05)
@@ -162,7 +163,7 @@ async def test_announcing_follows_the_directory_and_outlives_its_absence(tmp_pat
 
 
 def test_the_load_is_the_pools_blocks() -> None:
-    index = Index("life")
+    index = Index()
     index.announce(a_place(slots=5), 0, 0.0)
     index.acquire(an_ask(names(1), unnamed=1), 0.0)
     load = DirectoryService(index).load()
