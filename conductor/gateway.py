@@ -12,7 +12,7 @@ import random
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -22,7 +22,7 @@ from aiohttp import hdrs, web
 from conductor.answer import Answer, Choice, Chunks, Listener, Part, Silence, Watch
 from conductor.ask import Ask, Failed, Refused, Serve
 from conductor.config import ConductorConfig
-from conductor.intake import BODY_BYTES_MAX, error_response, expect, json_response, read_body
+from conductor.intake import BODY_BYTES_MAX, error_response, expect, is_large, json_response, read_body, send_whole
 from conductor.metrics import CONTENT_TYPE, Metrics
 from conductor.openai import SEED_BITS
 from conductor.order import Order, Orders, Prompts
@@ -35,6 +35,9 @@ from protocol.ids import RequestId
 
 REQUESTS_MAX = 1024
 """Requests at once whose bodies and answers this process holds; the dispatcher's own limit lies far below."""
+
+LARGE_BODIES_MAX = 16
+"""Large bodies held at once, from reading to tokens: 128 MB. Further ones stay in their sockets."""
 
 TOKENISERS = 2
 """Threads for checking and tokenising: one long prompt must not make short ones wait."""
@@ -87,6 +90,7 @@ class Gateway:
         self._dice = dice
         self._orders = Orders(tokenizer, manifest)
         self._threads = ThreadPoolExecutor(TOKENISERS, thread_name_prefix="tokenise")
+        self._large = asyncio.Semaphore(LARGE_BODIES_MAX)
         self._open = 0
         self._created = _unix_s()
 
@@ -179,9 +183,13 @@ class Gateway:
 
     async def _order(self, http: web.Request, take: Take) -> Order:
         """The body, checked and tokenised off the loop. Raises Problem."""
-        data = await read_body(http)
         seed = self._dice.getrandbits(SEED_BITS)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, take, data, seed)
+        try:
+            async with asyncio.timeout(self._config.request_s), self._large if is_large(http) else nullcontext():
+                data = await read_body(http)
+                return await asyncio.get_running_loop().run_in_executor(self._threads, take, data, seed)
+        except TimeoutError:
+            raise failed(self._too_late()) from None
 
     async def _whole(
         self, http: web.Request, order: Order, head: Head, arrived: float, ending: Ending
@@ -193,13 +201,18 @@ class Gateway:
             raise refused(error.refusal) from None
         except Failed as error:
             raise failed(error) from None
-        ending.outcome = Outcome.FINISHED
         choices = [
             order.shape.choice(choice.index, choice.text, choice.told, choice.reason.value)
             for choice in answer.choices
             if choice.reason is not None
         ]
-        return json_response(whole(order.shape, head, choices, answer.usage()))
+        response = json_response(whole(order.shape, head, choices, answer.usage()))
+        try:
+            await send_whole(http, response)
+            ending.outcome = Outcome.FINISHED
+        except ClientGone:
+            ending.outcome = Outcome.CANCELLED
+        return response
 
     async def _streamed(
         self, http: web.Request, order: Order, head: Head, arrived: float, ending: Ending
@@ -246,8 +259,11 @@ class Gateway:
                     ]
                 )
         except TimeoutError:
-            raise Failed(f"The request did not end within {self._config.request_s:g} s.") from None
+            raise self._too_late() from None
         answer.require_complete()
+
+    def _too_late(self) -> Failed:
+        return Failed(f"The request did not end within {self._config.request_s:g} s.")
 
     def _new_answer(self, order: Order, listener: Listener, arrived: float) -> Answer:
         samplings = [sampling for of_prompt in order.samplings for sampling in of_prompt]

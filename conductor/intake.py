@@ -1,4 +1,4 @@
-"""What comes in over HTTP before anyone understands it: the bytes of a body, within limits; and plain answers."""
+"""The plain half of HTTP: the bytes of a body, within limits of size and time, and answers that are no streams."""
 
 import asyncio
 from typing import Any
@@ -7,12 +7,21 @@ from aiohttp import web
 
 from conductor.problem import Problem, invalid
 from conductor.shapes import dumps
+from conductor.sse import WRITE_WITHIN_S, ClientGone
 
 BODY_BYTES_MAX = 8 << 20
 """A million token ids as text are 7 MB; more is no prompt for any context that we serve."""
 
 BODY_WITHIN_S = 30.0
 """A body that takes longer is refused: a client that trickles must not hold its memory for ever."""
+
+LARGE_BODY_BYTES = 256 << 10
+"""Prompts of up to some 50,000 tokens are smaller than this."""
+
+
+def is_large(http: web.Request) -> bool:
+    """Whether a body is, or may become, so large that only a few may be held at once."""
+    return http.content_length is None or http.content_length > LARGE_BODY_BYTES
 
 
 async def read_body(http: web.Request) -> bytes:
@@ -50,6 +59,18 @@ async def expect(http: web.Request) -> web.StreamResponse | None:
 
 def _too_large() -> Problem:
     return Problem(413, f"The body is larger than {BODY_BYTES_MAX} bytes.", code="request_too_large")
+
+
+async def send_whole(http: web.Request, response: web.Response, within_s: float = WRITE_WITHIN_S) -> None:
+    """Send a complete response. Raises ClientGone if the client does not take it in time."""
+    try:
+        async with asyncio.timeout(within_s):
+            await response.prepare(http)
+            await response.write_eof()
+    except (TimeoutError, ConnectionError) as error:
+        if http.transport is not None:
+            http.transport.abort()
+        raise ClientGone(str(error)) from error
 
 
 def error_response(problem: Problem) -> web.Response:
