@@ -156,7 +156,7 @@ class Cluster:
         geometry = Geometry.within(LAYOUT, blocks * 8192)
         geometry = replace(geometry, slots=min(geometry.slots, blocks))
         segment = Segment(SegmentId(name), new_incarnation(), geometry)
-        service, index = SegmentService(segment), DirectoryService(Index(segment.incarnation))
+        service, index = SegmentService(segment), DirectoryService(Index())
         elsewhere: list[str | None] = [None]
 
         async def heard(news: Heard) -> None:
