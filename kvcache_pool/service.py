@@ -241,9 +241,15 @@ async def announce(
             await asyncio.sleep(ANNOUNCE_EVERY_S)
     finally:
         if client is not None:
-            with _unreachable(client.address):
-                await client.call(Goodbye(place.segment, place.incarnation), Done, within_s=ANNOUNCE_EVERY_S)
+            if client.address != place.address:  # our own directory ends with us
+                await _say_goodbye(client, place)
             await client.aclose()
+
+
+async def _say_goodbye(client: Client, place: Place) -> None:
+    with _unreachable(client.address):
+        goodbye = Goodbye(place.segment, place.incarnation)
+        await client.call(goodbye, Done, within_s=ANNOUNCE_EVERY_S)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from protocol.rpc import Client
 REGISTRY_S = 5.0
 """The deadline of a call to the registry."""
 
-LEAVE_S = 1.0
+LEAVE_S = 0.3
 """How long an ending instance tries to say so; the registry would notice by itself a little later."""
 
 log = logging.getLogger("dango.member")

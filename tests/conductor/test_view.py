@@ -1,0 +1,140 @@
+"""What the Conductor believes: joining, being replaced, falling silent, homes, the ledger."""
+
+from dataclasses import replace
+
+import pytest
+
+from conductor.view import DEAD_MAX, Instance, View
+from protocol.cluster import Mismatch
+from protocol.ids import Incarnation, InstanceId, RequestId
+from protocol.registry import DEAD_AFTER_S, Load, Pool, Register, Superseded
+from tests.fakes import LAYOUT, MANIFEST
+
+
+def a_register(name: str, life: str = "1", host: str = "here", **more: object) -> Register:
+    pool = Pool(name.split("-")[0])
+    directory = name == "kvcache-0"
+    message = Register(
+        InstanceId(name), Incarnation(name + life), pool, f"tcp://{name}", host, MANIFEST, directory
+    )
+    return replace(message, **more)  # type: ignore[arg-type]
+
+
+def a_view(*names: str, host: str = "here") -> View:
+    view = View(MANIFEST)
+    for name in names:
+        view.register(a_register(name, host=host), 0.0)
+    return view
+
+
+def the(view: View, name: str) -> Instance:
+    instance = view.find(InstanceId(name))
+    assert instance is not None
+    return instance
+
+
+def test_a_new_life_replaces_the_old_which_is_then_refused():
+    """B49: the newer incarnation wins, and the older cannot come back."""
+    view = a_view("decode-0")
+    old = view.register(a_register("decode-0", "2"), 1.0)
+    assert old is not None
+    assert old.incarnation == "decode-01"
+    assert not view.report(InstanceId("decode-0"), Incarnation("decode-01"), Load(), 1.5)
+    with pytest.raises(Superseded):
+        view.register(a_register("decode-0", "1"), 2.0)
+    assert the(view, "decode-0").incarnation == "decode-02"
+    view.check()
+
+
+def test_registering_again_in_the_same_life_is_no_replacement():
+    view = a_view("decode-0")
+    assert view.register(a_register("decode-0"), 1.0) is None
+    assert len(view.of(Pool.DECODE)) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_digest": "other"}, ["model_digest", "'other'", "'model-digest'"]),
+        ({"tokenizer_digest": "other"}, ["tokenizer_digest"]),
+        ({"protocol_version": 99}, ["protocol_version", "99", "1"]),
+        ({"layout": replace(LAYOUT, block_tokens=8)}, ["block_tokens", "8", "4"]),
+        ({"layout": replace(LAYOUT, kv_type="float16")}, ["kv_type", "float16", "float32"]),
+        ({"layout": replace(LAYOUT, layers=9)}, ["layers", "9", "3"]),
+    ],
+)
+def test_a_misfit_is_refused_by_field_and_both_values(change: dict[str, object], words: list[str]):
+    """B26."""
+    view = a_view()
+    with pytest.raises(Mismatch) as refused:
+        view.register(a_register("prefill-0", manifest=replace(MANIFEST, **change)), 0.0)  # type: ignore[arg-type]
+    assert all(word in str(refused.value) for word in words)
+    assert view.of(Pool.PREFILL) == []
+
+
+def test_silence_ends_an_instance_and_a_late_sign_of_life_lets_it_register_again():
+    view = a_view("prefill-0", "decode-0")
+    view.report(InstanceId("decode-0"), Incarnation("decode-01"), Load(), 2.0)
+    assert [i.name for i in view.expire(DEAD_AFTER_S + 0.1)] == ["prefill-0"]
+    assert not view.report(InstanceId("prefill-0"), Incarnation("prefill-01"), Load(), 4.0)
+    view.register(a_register("prefill-0"), 4.0)
+    assert view.expire(4.0) == []
+
+
+def test_an_instance_given_up_is_out_and_its_successor_is_not_touched():
+    view = a_view("decode-0")
+    old = the(view, "decode-0")
+    view.register(a_register("decode-0", "2"), 1.0)
+    view.give_up(old)
+    assert the(view, "decode-0").incarnation == "decode-02"
+    view.give_up(the(view, "decode-0"))
+    assert view.of(Pool.DECODE) == []
+
+
+def test_leaving_is_for_the_living_only():
+    view = a_view("decode-0")
+    assert view.leave(InstanceId("decode-0"), Incarnation("older")) is None
+    assert view.leave(InstanceId("decode-0"), Incarnation("decode-01")) is not None
+    assert view.leave(InstanceId("decode-0"), Incarnation("decode-01")) is None
+
+
+def test_homes_are_on_the_own_host_and_dealt_out():
+    view = a_view("kvcache-0", "kvcache-1", "prefill-0", "prefill-1", "prefill-2")
+    assert [view.home(i) for i in view.of(Pool.PREFILL)] == ["kvcache-0", "kvcache-1", "kvcache-0"]
+    view.register(a_register("kvcache-9", host="there"), 0.0)
+    view.register(a_register("decode-0", host="there"), 0.0)
+    assert view.home(the(view, "decode-0")) == "kvcache-9"
+
+
+def test_without_a_segment_on_its_host_an_instance_is_at_home_elsewhere():
+    view = a_view("kvcache-0")
+    view.register(a_register("decode-0", host="there"), 0.0)
+    assert view.home(the(view, "decode-0")) == "kvcache-0"
+    assert a_view("decode-0").home(the(view, "decode-0")) is None
+
+
+def test_what_is_missing_is_named():
+    assert a_view("kvcache-0", "prefill-0", "decode-0").missing() == []
+    assert a_view("prefill-0").missing() == [
+        "no kvcache instance is alive",
+        "no decode instance is alive",
+    ]
+    assert a_view("kvcache-1", "prefill-0", "decode-0").missing() == ["no kvcache instance keeps the directory"]
+
+
+def test_the_ledger_counts_tokens_until_they_are_released():
+    view = a_view("decode-0")
+    instance = the(view, "decode-0")
+    view.place(instance, RequestId("a"), 0, 100)
+    view.place(instance, RequestId("a"), 1, 50)
+    assert instance.placed_tokens == 150
+    view.release(instance, RequestId("a"), 0)
+    view.release(instance, RequestId("a"), 0)
+    assert instance.placed_tokens == 50
+
+
+def test_the_memory_of_ended_lives_is_bounded():
+    view = a_view()
+    for life in range(DEAD_MAX + 20):
+        view.register(a_register("decode-0", str(life)), 0.0)
+    assert len(view._ended) == DEAD_MAX
