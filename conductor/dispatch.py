@@ -115,6 +115,7 @@ class Dispatcher:
             return await self._attempt(ask, choices, reply)
         except AGAIN as error:
             log.warning("placed again: %s", error, extra={"request": ask.request})
+            self._metrics.replaced()
         # The choices have gone different ways by now, so each is a prompt, and a request, of its own.
         left = [(replace(ask, request=RequestId(f"{ask.request}.{c.index}")), c) for c in choices if not c.ended]
         await _together(self._attempt(again, [choice], reply) for again, choice in left)
@@ -265,6 +266,7 @@ class Dispatcher:
         self._view.place(plan.prefill, ask.request, choices[0].index, tokens - reused)
         for choice in choices:
             self._view.place(plan.decode, ask.request, choice.index, tokens)
+        self._metrics.placed()
         try:
             yield
         finally:

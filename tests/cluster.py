@@ -72,6 +72,7 @@ class Cluster:
     view: View
     dispatcher: Dispatcher
     directory: DirectoryLink
+    metrics: Metrics
     control: str
     reach: Reach
     engines: dict[str, FakeEngine] = field(default_factory=dict)
@@ -83,6 +84,10 @@ class Cluster:
         reply = reply or Listener()
         await self.dispatcher.serve(ask, reply)
         return reply
+
+    def counted(self, name: str) -> float | None:
+        """A counter of the Conductor's."""
+        return self.metrics.registry.get_sample_value(name, {"model_name": "fake"})
 
     async def stats(self) -> Stats:
         return await self.directory.get().stats()
@@ -200,7 +205,7 @@ async def a_cluster(
     registry = Registry(view, peers, directory, metrics)
     server = Server(transport.bind("tcp://127.0.0.1:0"), registry.handlers())
     dispatcher = Dispatcher(view, peers, directory, metrics, in_flight_max=in_flight_max, balancing_threshold=2.0)
-    cluster = Cluster(transport, view, dispatcher, directory, server.address, reach)
+    cluster = Cluster(transport, view, dispatcher, directory, metrics, server.address, reach)
     loops = [asyncio.create_task(server.serve()), asyncio.create_task(registry.expire_forever())]
     try:
         for n in range(segments):

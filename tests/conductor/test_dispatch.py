@@ -130,6 +130,8 @@ async def test_a_prefill_instance_dies_and_another_takes_over():
         await task
         assert reply.tokens[0] == foretell(LONG, 4)
         assert cluster.engines["prefill-1"].tokens_computed < len(LONG)  # stored chunks were reused
+        assert cluster.counted("dango:placements_total") == 2
+        assert cluster.counted("dango:replacements_total") == 1
         await cluster.at_rest()
 
 
