@@ -15,6 +15,9 @@ from protocol.registry import Heard, Load, Pool, Register
 from protocol.rpc import Client, Handler, Server
 from protocol.transport import Transport
 
+EVERY_INTERFACE = ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:")
+"""Good for a server that is known by name, not for one that tells its address."""
+
 
 def new_incarnation() -> Incarnation:
     """A name for this life of a process, unlike any before it."""
@@ -50,7 +53,9 @@ class Work:
 
 
 async def run_instance(transport: Transport, role: Role, work: Work, *, listen: str, conductor: str) -> None:
-    """Until cancelled. Raises OSError when it cannot listen, Mismatch or Superseded when it is unwelcome."""
+    """Until cancelled. Raises OSError when it cannot listen, ValueError for a `listen` that tells others nothing,
+    Mismatch or Superseded when it is unwelcome."""
+    _require_reachable(listen)
     server = Server(transport.bind(listen), work.handlers)
 
     def load() -> Load:
@@ -64,3 +69,9 @@ async def run_instance(transport: Transport, role: Role, work: Work, *, listen: 
             tasks.create_task(Member(client, role.register(server.address), load, work.heard).run())
     except ExceptionGroup as group:
         raise first_error(group) from group
+
+
+def _require_reachable(listen: str) -> None:
+    """What an instance listens at is also what it is reached at: every interface is no address for others."""
+    if listen.startswith(EVERY_INTERFACE):
+        raise ValueError(f"listen is {listen}, and others could not connect to that: give this host's own address")
