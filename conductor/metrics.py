@@ -129,6 +129,7 @@ class Metrics:
         """An instance's latest report."""
         before = self._counted.get((pool, instance), Load())
         self._loads[pool, instance] = self._counted[pool, instance] = load
+        self._steps[pool].inc(_growth(before.steps, load.steps))
         self._preempted.inc(_growth(before.preempted, load.preempted))
         self._evicted.inc(_growth(before.evicted, load.evicted))
         self._bad_frames.inc(_growth(before.bad_frames, load.bad_frames))
@@ -190,6 +191,8 @@ class Metrics:
         self._bad_frames = self._counter("dango:bad_frames", "Frames dropped because they were no message.")
         self._placed = self._counter("dango:placements", "Prompts that were given their instances.")
         self._replaced = self._counter("dango:replacements", "Prompts placed again since an instance died.")
+        steps = Counter("dango:steps", "Forward passes.", ["model_name", "pool"], registry=self.registry)
+        self._steps = {pool: steps.labels(self._model, pool.value) for pool in Pool}
         success = Counter(
             "vllm:request_success",
             "Choices that ended.",

@@ -120,6 +120,7 @@ def test_counts_of_instances_grow_through_their_restarts() -> None:
     metrics = Metrics("tiny")
     for evicted in (5, 8, 8):
         metrics.set_pool_load(Pool.KVCACHE, "kvcache-0", Load(evicted=evicted, bad_frames=1))
+        metrics.set_pool_load(Pool.DECODE, "decode-0", Load(steps=10 * evicted))
     metrics.drop_instance(Pool.KVCACHE, "kvcache-0")
     metrics.set_pool_load(Pool.KVCACHE, "kvcache-0", Load(evicted=8, bad_frames=1))  # it was only out of sight
     assert value(metrics, "dango:evicted_blocks_total") == 8
@@ -127,6 +128,8 @@ def test_counts_of_instances_grow_through_their_restarts() -> None:
     metrics.bad_frames(3)
     assert value(metrics, "dango:evicted_blocks_total") == 10
     assert value(metrics, "dango:bad_frames_total") == 4
+    assert value(metrics, "dango:steps_total", pool="decode") == 80
+    assert value(metrics, "dango:steps_total", pool="prefill") == 0
 
 
 async def test_a_finished_request_is_counted_once_everywhere(tokenizer: Tokenizer) -> None:
