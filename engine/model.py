@@ -6,7 +6,7 @@ Tokens of all rows of a pass lie end to end; only attention knows where a row be
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from engine.api import Row
 from engine.architecture import Architecture
-from engine.weights import Weights
+from engine.weights import LayerWeights, Weights
 from kernels.activation import swiglu
 from kernels.attention import attend, causal_mask, halves, read_kv, write_kv, write_lines
+from kernels.linear import linear, pack
 from kernels.norm import rms_norm
 from kernels.rotary import rotary_table, rotate
 
@@ -47,7 +48,7 @@ class Model:
 
     def __init__(self, architecture: Architecture, weights: Weights) -> None:
         self.architecture = architecture
-        self.weights = weights
+        self.weights = replace(weights, layers=[_packed(layer) for layer in weights.layers])
 
     def batch(self, rows: Sequence[Row], block_tokens: int) -> Batch:
         """Lay the rows' tokens end to end."""
@@ -84,8 +85,8 @@ class Model:
         # x [tokens, hidden]   cache [pages, 2, block_tokens, kv_heads, head_dim]   -> like x
         weights, eps = self.weights.layers[layer], self.architecture.norm_eps
         x = x + self._attention(layer, rms_norm(x, weights.attention_norm, eps), cache, batch)
-        gate_up = F.linear(rms_norm(x, weights.mlp_norm, eps), weights.gate_up)
-        return x + F.linear(swiglu(gate_up), weights.down)
+        gate_up = linear(rms_norm(x, weights.mlp_norm, eps), weights.gate_up)
+        return x + linear(swiglu(gate_up), weights.down)
 
     def head(self, x: Tensor) -> Tensor:
         """Logits of the tokens in `x`, float32 [tokens, vocab]."""
@@ -93,7 +94,7 @@ class Model:
 
     def _attention(self, layer: int, x: Tensor, cache: Tensor, batch: Batch) -> Tensor:
         weights, arch = self.weights.layers[layer], self.architecture
-        parts = F.linear(x, weights.qkv, weights.qkv_bias).view(x.shape[0], -1, arch.head_dim)
+        parts = linear(x, weights.qkv, weights.qkv_bias).view(x.shape[0], -1, arch.head_dim)
         queries, keys, values = parts.split((arch.heads, arch.kv_heads, arch.kv_heads), dim=1)
         if weights.q_norm is not None and weights.k_norm is not None:
             queries, keys = (
@@ -106,4 +107,10 @@ class Model:
             attend(queries[span.begin : span.end], *read_kv(cache, span.halves, span.context), batch.mask)
             for span in batch.spans
         ]
-        return F.linear(torch.cat(outputs).view(x.shape[0], -1), weights.out)
+        return linear(torch.cat(outputs).view(x.shape[0], -1), weights.out)
+
+
+def _packed(layer: LayerWeights) -> LayerWeights:
+    """The layer with its matrices ready for `linear`. The embedding stays plain: its rows are also looked up."""
+    matrices = {name: pack(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")}
+    return replace(layer, **matrices)
