@@ -14,6 +14,10 @@ from engine.tokenizer_source import TokenizerError, TokenizerSource, read_folder
 
 __all__ = ["Tokenizer", "TokenizerError", "open_tokenizer"]
 
+LONG_CHARS = 4096
+"""The library's `encode` keeps the interpreter's lock, which for a long text stops every other thread for
+seconds; its batch calls give the lock up, but cost a short text ten times more."""
+
 
 def open_tokenizer(path: Path) -> "Tokenizer":
     """The tokenizer of a model: a GGUF file, or a Hugging Face folder with a tokenizer.json.
@@ -119,7 +123,9 @@ class Tokenizer:
 
     @staticmethod
     def _ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:
-        return backend.encode(text, add_special_tokens=False).ids
+        if len(text) <= LONG_CHARS:
+            return backend.encode(text, add_special_tokens=False).ids
+        return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _plain(self, text: str, *, first: bool) -> list[int]:
         """`text` without a control token, come what may."""
@@ -134,7 +140,7 @@ class Tokenizer:
 
     def _marked(self, text: str, mark: str) -> list[int]:
         """A rendered prompt with marks in it: the control tokens found now are the template's own."""
-        encoding = self._parsing.encode(text, add_special_tokens=False)
+        encoding = self._parsing.encode_batch([text], add_special_tokens=False)[0]
         ids: list[int] = []
         done = 0
         for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
