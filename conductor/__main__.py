@@ -68,7 +68,7 @@ async def serve(config: ConductorConfig) -> None:
 
 async def _serve_http(runner: web.AppRunner, config: ConductorConfig) -> None:
     await runner.setup()
-    site = web.TCPSite(runner, config.host, config.port, shutdown_timeout=config.drain_s)
+    site = web.TCPSite(runner, config.host, config.port)
     await site.start()
     log.info("serving", extra={"address": f"http://{config.host}:{config.port}"})
 

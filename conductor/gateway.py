@@ -111,7 +111,9 @@ class Gateway:
 
     def runner(self) -> web.AppRunner:
         """A runner for `app` that cancels a handler when its client closes the connection, half or whole."""
-        return web.AppRunner(self.app(), handler_cancellation=True, access_log=None)
+        return web.AppRunner(
+            self.app(), handler_cancellation=True, access_log=None, shutdown_timeout=self._config.drain_s
+        )
 
     async def _lifetime(self, _app: web.Application) -> AsyncIterator[None]:
         yield
