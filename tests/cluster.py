@@ -120,7 +120,7 @@ class Cluster:
     def start_prefill(self, name: str, engine: FakeEngine | None = None, mover: Mover | None = None) -> None:
         engine = engine or FakeEngine()
         mover, directory = mover or self._mover(), DirectoryLink(self.transport)
-        service = PrefillService(engine, mover, directory, PrefillConfig(chunk_tokens=8))
+        service = PrefillService(engine, mover, directory, PrefillConfig(block_tokens=4, chunk_tokens=8))
 
         async def heard(news: Heard) -> None:
             pass

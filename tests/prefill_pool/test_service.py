@@ -53,7 +53,7 @@ class Bench:
 
     def __init__(self, engine: FakeEngine, queue_max: int = 4) -> None:
         self.engine, self.mover, self.directory = engine, MemoryMover(), NoDirectory()
-        config = PrefillConfig(chunk_tokens=8, queue_max=queue_max)
+        config = PrefillConfig(block_tokens=4, chunk_tokens=8, queue_max=queue_max)
         self.service = PrefillService(engine, self.mover, FixedLink(self.directory), config)
 
     async def prefill(self, message: Prefill) -> list[int]:
