@@ -1,6 +1,7 @@
 """The conductor section of the configuration."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,8 @@ class ConductorConfig:
     model_name: str = ""
     """Name that clients use for the model; empty derives it from the model."""
 
-    dtype: str = "bfloat16"
-    """Element type of weights, activations and KV: bfloat16, float16 or float32."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Element type of weights, activations and KV."""
 
     block_tokens: int = 16
     """Tokens in one KV block; the same for the whole cluster."""
@@ -46,5 +47,15 @@ class ConductorConfig:
     balancing_threshold: float = 2.0
     """A prefix elsewhere is fetched when it is this many times longer than the instance's own."""
 
-    log_level: str = "info"
-    """Least severe log that is written: debug, info, warning or error."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe log that is written."""
+
+    def __post_init__(self) -> None:
+        for name in ("block_tokens", "in_flight_max", "request_s", "keep_alive_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be more than 0, not {getattr(self, name)}")
+        for name in ("context_tokens", "drain_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port must be from 0 to 65535, not {self.port}")

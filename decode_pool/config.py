@@ -1,6 +1,7 @@
 """The decode section of the configuration."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class DecodeConfig:
     model_name: str = ""
     """Name that clients use for the model; empty derives it from the model."""
 
-    dtype: str = "bfloat16"
-    """Element type of weights, activations and KV: bfloat16, float16 or float32."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Element type of weights, activations and KV."""
 
     block_tokens: int = 16
     """Tokens in one KV block; the same for the whole cluster."""
@@ -49,8 +50,16 @@ class DecodeConfig:
     chunk_tokens: int = 256
     """Most tokens that a step recomputes for one request (a failed load, a preemption) beside the batch."""
 
-    transport: str = "auto"
+    transport: Literal["auto", "tcp"] = "auto"
     """How KV moves: auto takes shared memory on one host and TCP between hosts; or tcp for TCP always."""
 
-    log_level: str = "info"
-    """Least severe log that is written: debug, info, warning or error."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe log that is written."""
+
+    def __post_init__(self) -> None:
+        for name in ("block_tokens", "chunk_tokens", "queue_max", "batch_max"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be more than 0, not {getattr(self, name)}")
+        for name in ("context_tokens", "threads", "pages"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")

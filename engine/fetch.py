@@ -36,8 +36,8 @@ STDERR = 2
 log = logging.getLogger("dango.fetch")
 
 
-class FetchError(Exception):
-    """A model could not be brought here. The text says what to do about it."""
+class FetchError(ValueError):
+    """What was named could not be brought here as a model. The text says what to do about it."""
 
 
 class ModelNotFound(FetchError):

@@ -1,6 +1,7 @@
 """The kvcache section of the configuration."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -25,5 +26,5 @@ class KVCacheConfig:
     size_bytes: int = 768 << 20
     """Memory given to KV blocks, in /dev/shm; it is taken as blocks come to be used."""
 
-    log_level: str = "info"
-    """Least severe log that is written: debug, info, warning or error."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe log that is written."""
