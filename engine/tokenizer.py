@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 
 from engine.chat_template import ChatTemplate, NoChatTemplate, Spellings, escaped, mark_for
-from engine.tokenizer_source import TokenizerError, TokenizerSource, read_folder, read_gguf
+from engine.tokenizer_source import TokenizerError, TokenizerSource, read_file, read_folder
 
 __all__ = ["Tokenizer", "TokenizerError", "open_tokenizer"]
 
@@ -27,7 +27,7 @@ def open_tokenizer(path: Path) -> "Tokenizer":
     if path.is_dir():
         return Tokenizer(read_folder(path))
     if path.suffix == ".gguf":
-        return Tokenizer(read_gguf(path))
+        return Tokenizer(read_file(path))
     raise TokenizerError(f"{path} is neither a GGUF file nor a folder with a tokenizer.json")
 
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from engine.gguf_file import read_gguf
 
 STOP_SPELLINGS = frozenset(
     [
@@ -150,7 +151,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """GGUF's kinds of token."""
 
 
-def read_gguf(path: Path) -> TokenizerSource:
+def read_file(path: Path) -> TokenizerSource:
     """Raises TokenizerError for a kind of tokenizer that is not rebuilt here, by its name."""
     return source_of(gguf_metadata(path))
 
@@ -158,15 +159,11 @@ def read_gguf(path: Path) -> TokenizerSource:
 def gguf_metadata(path: Path) -> dict[str, Any]:
     """The `tokenizer.*` keys of a GGUF file without that prefix (`ggml.tokens`, `chat_template`, ...)."""
     try:
-        reader = gguf.GGUFReader(path)
-    except (ValueError, OSError, IndexError) as error:
-        raise TokenizerError(f"{path} is not a GGUF file: {error}") from error
+        fields = read_gguf(path).fields
+    except (ValueError, OSError) as error:
+        raise TokenizerError(f"{path} is not a GGUF file that can be read: {error}") from error
     prefix = "tokenizer."
-    return {
-        name.removeprefix(prefix): field.contents()
-        for name, field in reader.fields.items()
-        if name.startswith(prefix)
-    }
+    return {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
 
 
 def source_of(metadata: Mapping[str, Any]) -> TokenizerSource:
