@@ -92,6 +92,12 @@ class Cluster:
     async def stats(self) -> Stats:
         return await self.directory.get().stats()
 
+    async def cached(self, blocks: int) -> None:
+        """Returns once so many blocks are cached: what decoding fills is written back a little later."""
+        async with asyncio.timeout(READY_S):
+            while (await self.stats()).cached < blocks:  # noqa: ASYNC110 - a test may poll
+                await asyncio.sleep(0.01)
+
     async def ready(self, alive: int) -> None:
         async with asyncio.timeout(READY_S):
             while sum(len(self.view.of(pool)) for pool in Pool) < alive:  # noqa: ASYNC110 - a test may poll

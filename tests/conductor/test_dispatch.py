@@ -36,7 +36,7 @@ async def test_cold_warm_and_the_next_turn(reach: Reach):
         warm = await cluster.serve(an_ask(PROMPT, 12))
         assert warm.tokens == cold.tokens
         assert warm.reused == [20]
-        await cluster.at_rest()
+        await cluster.cached((len(PROMPT) + 11) // 4)
         # The answer's own full blocks were written back: the next turn finds them.
         turn = [*PROMPT, *cold.tokens[0], 5, 6, 7]
         after = await cluster.serve(an_ask(turn, 6))
