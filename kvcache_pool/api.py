@@ -291,7 +291,8 @@ class Mover(Protocol):
         pages: Sequence[int],
         priority: Priority,
     ) -> None:
-        """Copy runs out of pages, with their checksums. Raises Stale, PeerLost or DeadlineExceeded."""
+        """Copy runs out of pages, with their checksums. Raises Stale, Corrupt (changed on the way), PeerLost or
+        DeadlineExceeded."""
         ...
 
     async def aclose(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.api import Draw, Engine, Row, Sampled
-from kvcache_pool.api import DirectoryLink, LeaseLost, Mover, PoolFull, Priority, Stale
+from kvcache_pool.api import Corrupt, DirectoryLink, LeaseLost, Mover, PoolFull, Priority, Stale
 from prefill_pool.api import Prefill, PrefixLost, StoreLost
 from prefill_pool.schedule import Chunk, Prompt
 from protocol.errors import DangoError, DeadlineExceeded, PeerLost
@@ -99,7 +99,7 @@ class Job:
         try:
             while (store := await self._stores.get()) is not None:
                 await self._store(store)
-        except (Stale, PeerLost, DeadlineExceeded, LeaseLost, PoolFull) as error:
+        except (Stale, Corrupt, PeerLost, DeadlineExceeded, LeaseLost, PoolFull) as error:
             raise StoreLost(str(error)) from error
 
     def no_more_stores(self) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.api import Row, Sampled
-from kvcache_pool.api import Grant, Place, Priority, Stale
+from kvcache_pool.api import Grant, Place, Priority
 from protocol.blocks import BlockLayout
 from protocol.cluster import Manifest
 from protocol.ids import SegmentId
@@ -122,7 +122,8 @@ class MemoryMover:
 
     def __init__(self) -> None:
         self.runs: dict[tuple[SegmentId, int, int, int], bytes] = {}
-        self.stale: set[tuple[SegmentId, int]] = set()
+        self.refused: dict[tuple[SegmentId, int], Exception] = {}
+        """Slots that cannot be written, and what a writer hears."""
         self.writes = 0
 
     def know(self, places: Sequence[Place]) -> None:
@@ -154,8 +155,8 @@ class MemoryMover:
     ) -> None:
         await asyncio.sleep(0)
         for grant, page in zip(grants, pages, strict=True):
-            if (grant.segment, grant.slot) in self.stale:
-                raise Stale(f"slot {grant.slot}")
+            if (grant.segment, grant.slot) in self.refused:
+                raise self.refused[grant.segment, grant.slot]
             self.runs[grant.segment, grant.slot, grant.generation, layer] = source[page].tobytes()
             self.writes += 1
 

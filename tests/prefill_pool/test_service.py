@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from engine.api import Sampling
-from kvcache_pool.api import Directory, DirectoryLink, Grant
+from kvcache_pool.api import Corrupt, Directory, DirectoryLink, Grant, Stale
 from prefill_pool.api import Prefill, PrefillBusy, PrefixLost, StoreLost
 from prefill_pool.config import PrefillConfig
 from prefill_pool.service import PrefillService
 from protocol.blocks import block_hashes
-from protocol.errors import BadMessage
+from protocol.errors import BadMessage, PeerLost
 from protocol.ids import BlockHash, LeaseId, RequestId, SegmentId
 from protocol.rpc import Ask
 from tests.fakes import LAYOUT, MANIFEST, FakeEngine, MemoryMover, foretell
@@ -142,9 +142,10 @@ async def test_a_block_that_cannot_be_loaded_is_discarded_and_the_request_sent_b
         assert await bench.prefill(a_prefill(PROMPT, reuse=2)) == foretell(PROMPT, 1)
 
 
-async def test_a_store_that_is_refused_sends_the_request_back():
+@pytest.mark.parametrize("error", [Stale("reused"), Corrupt("changed on its way"), PeerLost("gone")])
+async def test_a_store_that_is_refused_sends_the_request_back(error: Exception):
     async with a_bench() as bench:
-        bench.mover.stale.add((SEGMENT, 3))
+        bench.mover.refused[SEGMENT, 3] = error
         with pytest.raises(StoreLost):
             await bench.prefill(a_prefill(PROMPT))
 
