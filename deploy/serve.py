@@ -85,7 +85,7 @@ def plan(config: ServeConfig, model: Model, folder: Path, port: int, config_file
     shared_model = ["--model", str(model.path), "--model-name", model.name]
     shared_model += _given("--dtype", config.dtype) + _given("--block-tokens", config.block_tokens)
     control = _address(folder, "conductor")
-    http = ["--host", config.host, "--port", str(port)]
+    http = ["--host", config.host, "--port", str(port), "--drain-s", str(config.drain_s)]
     conductor = ["-m", "conductor", "--listen", control, *http, *shared_model, *file]
     commands = [Command("conductor", conductor, _environ(1))]
 

@@ -39,6 +39,7 @@ def test_one_of_each() -> None:
     modules = [flag(command, "-m") for command in commands.values()]
     assert modules == ["conductor", "kvcache_pool", "prefill_pool", "decode_pool"]
     assert flag(commands["conductor"], "--port") == "8000"
+    assert flag(commands["conductor"], "--drain-s") == str(ServeConfig().drain_s)
     control = flag(commands["conductor"], "--listen")
     for name in ("kvcache-0", "prefill-0", "decode-0"):
         assert flag(commands[name], "--conductor") == control == "ipc:///run/d/conductor.sock"
