@@ -143,7 +143,7 @@ class Client:
         call = self._open.pop(number)
         if call.final or self._link is None:
             return
-        with contextlib.suppress(TimeoutError):  # unreachable: the server notices that we are silent
+        with contextlib.suppress(TimeoutError, PeerLost):  # unreachable: the server notices that we are silent
             async with asyncio.timeout(CONNECT_S):
                 await self._link.send([encode(Kind.CANCEL, number)])
 

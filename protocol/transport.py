@@ -13,7 +13,10 @@ class Link(Protocol):
     """The client's end of one connection."""
 
     async def send(self, frames: Sequence[Buffer]) -> None:
-        """Hand frames to the network; waits while there is no connection or its bounded queue is full."""
+        """Hand frames to the network; waits while there is no connection or its bounded queue is full.
+
+        Raises PeerLost if the link is closed meanwhile.
+        """
         ...
 
     async def receive(self) -> list[memoryview]:

@@ -41,7 +41,15 @@ class ZmqLink:
         self._address = address
 
     async def send(self, frames: Sequence[Buffer]) -> None:
-        await self._socket.send_multipart(frames, copy=_copy(frames))
+        try:
+            await self._socket.send_multipart(frames, copy=_copy(frames))
+        except asyncio.CancelledError:
+            # ZeroMQ cancels what still waits in a socket that is closed. Nobody cancelled the caller, and a task
+            # that ends as if somebody had would pass for one whose work is not wanted.
+            task = asyncio.current_task()
+            if self._socket.closed and task is not None and not task.cancelling():
+                raise PeerLost(f"the connection to {self._address} was closed") from None
+            raise
 
     async def receive(self) -> list[memoryview]:
         self._inbox = self._inbox or asyncio.ensure_future(self._socket.recv_multipart(copy=False))

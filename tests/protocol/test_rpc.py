@@ -249,6 +249,20 @@ async def test_closing_the_client_fails_what_is_open(world: World) -> None:
         await task
 
 
+async def test_closing_the_client_fails_what_has_not_found_its_server_yet(tmp_path: Path) -> None:
+    """As PeerLost: a cancellation that nobody asked for would end the caller's task without a word."""
+    transport = ZmqTransport()
+    try:
+        async with Client(transport, f"ipc://{tmp_path}/nobody") as client:
+            task = asyncio.create_task(client.call(Echo("x"), Echoed, within_s=5))
+            await asyncio.sleep(0.05)
+        with pytest.raises(PeerLost, match="was closed"):
+            await task
+        assert not task.cancelled()
+    finally:
+        transport.close()
+
+
 SERVER = """
 import asyncio, sys
 from tests.protocol.test_rpc import Service, serve
