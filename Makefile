@@ -14,7 +14,7 @@ help:
 	@echo 'make install  the same without the start: a virtual environment in $(VENV)'
 	@echo 'make test     all tests (ARGS="tests/protocol -k rpc" for some of them)'
 	@echo 'make check    style, types, architecture'
-	@echo 'make bench    measurements'
+	@echo 'make bench    measurements (ARGS="tax --runs 9" for one of them)'
 
 install: $(VENV)/.installed
 
@@ -31,7 +31,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 bench: $(VENV)/.installed-dev
-	$(BIN)/python -m bench $(ARGS)
+	$(BIN)/python -m bench $(or $(ARGS),all)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Dango needs Python 3.11 or newer: make PYTHON=python3.11")'
