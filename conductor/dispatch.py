@@ -175,6 +175,7 @@ class Dispatcher:
         self._view.release(instance, ask.request, choices[0].index)
         self._metrics.observe_queue(prefilled.queue_s)
         self._metrics.observe_prefill(prefilled.compute_s)
+        self._metrics.observe_store_wait(prefilled.store_wait_s)
         return prefilled
 
     async def _follow(

@@ -107,6 +107,10 @@ class Metrics:
         """Computing the prompt, loading its cached prefix included."""
         self._prefill.observe(seconds)
 
+    def observe_store_wait(self, seconds: float) -> None:
+        """Storing after the last layer was computed: what of it the request had to wait for."""
+        self._store_wait.observe(seconds)
+
     def observe_transfer(self, seconds: float) -> None:
         """From the first token to the moment when the decode instance had the KV."""
         self._transfer.observe(seconds)
@@ -173,6 +177,9 @@ class Metrics:
         self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "From arrival to the end, if finished.")
         self._queue = self._histogram("vllm:request_queue_time_seconds", "Waiting in an instance's queue.")
         self._prefill = self._histogram("vllm:request_prefill_time_seconds", "Computing the prompt.")
+        self._store_wait = self._histogram(
+            "dango:request_store_wait_time_seconds", "Storing KV when the prompt was computed already."
+        )
         self._transfer = self._histogram(
             "dango:request_transfer_time_seconds", "Moving KV to the decode instance."
         )

@@ -41,6 +41,7 @@ def test_all_series_are_there_from_the_start_and_finite() -> None:
         "vllm:request_queue_time_seconds_count",
         "vllm:request_prefill_time_seconds_count",
         "vllm:request_decode_time_seconds_count",
+        "dango:request_store_wait_time_seconds_count",
         "dango:request_transfer_time_seconds_count",
         "vllm:prompt_tokens_total",
         "vllm:prompt_tokens_cached_total",
@@ -74,6 +75,7 @@ def test_buckets_reach_from_a_step_to_the_longest_request() -> None:
     [
         ("observe_queue", "vllm:request_queue_time_seconds"),
         ("observe_prefill", "vllm:request_prefill_time_seconds"),
+        ("observe_store_wait", "dango:request_store_wait_time_seconds"),
         ("observe_transfer", "dango:request_transfer_time_seconds"),
         ("observe_decode", "vllm:request_decode_time_seconds"),
         ("first_token", "vllm:time_to_first_token_seconds"),
