@@ -51,7 +51,7 @@ async def serve(config: ConductorConfig) -> None:
         async with asyncio.TaskGroup() as tasks:
             control = Server(transport.bind(config.listen), registry.handlers())
             tasks.create_task(control.serve())
-            tasks.create_task(registry.expire_forever())
+            tasks.create_task(registry.expire_forever(lambda: control.bad_frames))
             await _serve_http(runner, config)
             try:
                 await asyncio.Event().wait()

@@ -144,7 +144,7 @@ class Metrics:
         self._loads.pop((pool, instance), None)
         self._sum_up(pool)
 
-    def bad_frames(self, count: int = 1) -> None:
+    def bad_frames(self, count: int) -> None:
         """Frames that the Conductor itself dropped because they were no message."""
         self._bad_frames.inc(count)
 

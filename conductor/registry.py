@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from conductor.metrics import Metrics
 from conductor.peers import Peers
@@ -71,10 +71,13 @@ class Registry:
         """What a KVCache instance lays its memory out by."""
         return self._view.manifest
 
-    async def expire_forever(self) -> None:
-        """Until cancelled."""
+    async def expire_forever(self, dropped: Callable[[], int]) -> None:
+        """Until cancelled. `dropped` tells how many frames the control port has dropped since its start."""
+        counted = 0
         while True:
             await asyncio.sleep(EXPIRE_EVERY_S)
+            self._metrics.bad_frames(dropped() - counted)
+            counted = dropped()
             for instance in self._view.expire(_now()):
                 log.warning("given up: no report", extra={"instance": instance.name})
                 await self._bury(instance)

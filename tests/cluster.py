@@ -212,7 +212,8 @@ async def a_cluster(
     server = Server(transport.bind("tcp://127.0.0.1:0"), registry.handlers())
     dispatcher = Dispatcher(view, peers, directory, metrics, in_flight_max=in_flight_max, balancing_threshold=2.0)
     cluster = Cluster(transport, view, dispatcher, directory, metrics, server.address, reach)
-    loops = [asyncio.create_task(server.serve()), asyncio.create_task(registry.expire_forever())]
+    expire = registry.expire_forever(lambda: server.bad_frames)
+    loops = [asyncio.create_task(server.serve()), asyncio.create_task(expire)]
     try:
         for n in range(segments):
             cluster.start_kvcache(f"kvcache-{n}", blocks=blocks, directory=n == 0)
