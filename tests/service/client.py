@@ -1,11 +1,11 @@
 """A client of the service over plain sockets: strict about every byte that it hears."""
 
+import contextlib
 import http.client
 import json
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -36,7 +36,7 @@ class Client:
     def openai(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=ANSWER_S)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _asked(self, verb: str, path: str, body: bytes, headers: dict[str, str]) -> Iterator[Any]:
         connection = http.client.HTTPConnection(*self.address, timeout=ANSWER_S)
         try:
@@ -77,8 +77,13 @@ class Client:
         return Streamed(self.events(self.body(prompt, tokens, stream=True, **fields)))
 
     def events(self, body: dict[str, Any], path: str = COMPLETIONS) -> Iterator[Any]:
-        """What a stream says, event by event; the end mark as None. Asserts its form."""
-        with self._asked("POST", path, json.dumps(body).encode(), JSON) as response:
+        """Ask now; then what the stream says, event by event, and its end mark as None. Asserts its form."""
+        connection = http.client.HTTPConnection(*self.address, timeout=ANSWER_S)
+        connection.request("POST", path, json.dumps(body).encode(), JSON)
+        return self._heard(connection)
+
+    def _heard(self, connection: http.client.HTTPConnection) -> Iterator[Any]:
+        with contextlib.closing(connection), connection.getresponse() as response:
             assert response.status == 200, response.read()
             for line in response:
                 text = line.decode("utf-8")

@@ -1,5 +1,6 @@
 """The whole service as real processes: started, watched, hurt, and ended. Nothing of it outlives its `with`."""
 
+import contextlib
 import os
 import re
 import signal
@@ -15,12 +16,15 @@ from typing import TypeVar
 
 import psutil
 
+from deploy.runtime import shm_files
 from tests.service.client import Client
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_S = 60.0
 STOP_S = 20.0
 REST_S = 20.0
+BUSY_S = 0.2
+"""Long enough to see which of two processes computes: processor times are counted in hundredths."""
 
 T = TypeVar("T")
 
@@ -94,7 +98,6 @@ class Service:
         self._argv = ["serve", *given, *common, *flags]
 
     def __enter__(self) -> "Service":
-        self.shm_before = shm()
         self.program = Program(self.folder / "log", *self._argv, TMPDIR=str(self.folder))
         try:
             self.client = Client(self._url(), self.name)
@@ -107,14 +110,14 @@ class Service:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        children = self.program.children()
+        children, shared = self.program.children(), self.shm()
         try:
             code = self.program.stop()
             assert code == 0, self.program.said()
             assert not any(child.is_running() for child in children)
             assert "Traceback" not in self.program.said(), self.program.said()
             assert not list(self.folder.glob("dango-*"))
-            assert shm() <= self.shm_before
+            assert not any(file.exists() for file in shared)
         finally:
             self._temporary.cleanup()
 
@@ -127,16 +130,35 @@ class Service:
         return until(said, READY_S)
 
     def pids(self) -> dict[str, int]:
-        """Of every instance, by name."""
+        """Of every living instance, by name."""
         found = {}
         for process in self.program.children():
-            line = process.cmdline()
-            name = line[line.index("--instance") + 1] if "--instance" in line else "conductor"
-            found[name] = process.pid
+            with contextlib.suppress(psutil.NoSuchProcess):  # killed, and not yet started again
+                line = process.cmdline()
+                name = line[line.index("--instance") + 1] if "--instance" in line else "conductor"
+                found[name] = process.pid
         return found
 
-    def kill(self, instance: str) -> None:
-        os.kill(self.pids()[instance], signal.SIGKILL)
+    def shm(self) -> set[Path]:
+        """The shared memory files of all instances."""
+        return {file for pid in self.pids().values() for file in shm_files(pid)}
+
+    def busiest(self, pool: str) -> str:
+        """The instance of a pool that computes now."""
+
+        def cpu_s() -> dict[str, float]:
+            pids = {name: pid for name, pid in self.pids().items() if name.startswith(pool)}
+            return {name: sum(psutil.Process(pid).cpu_times()[:2]) for name, pid in pids.items()}
+
+        before = cpu_s()
+        time.sleep(BUSY_S)
+        return max((now - before[name], name) for name, now in cpu_s().items())[1]
+
+    def kill(self, *instances: str) -> None:
+        """SIGKILL, to all of them at once."""
+        pids = self.pids()
+        for instance in instances:
+            os.kill(pids[instance], signal.SIGKILL)
 
     def files(self) -> dict[str, int]:
         """How many files each instance has open."""
@@ -147,18 +169,13 @@ class Service:
         """R3: afterwards the same processes are at rest with as many open files, and serve."""
         self.client.complete([5, 6, 7], 2)
         self.client.at_rest()
-        pids, files, shared = self.pids(), self.files(), shm()
+        pids, files, shared = self.pids(), self.files(), self.shm()
         yield
         self.client.complete([5, 6, 7], 2)
         self.client.at_rest()
         assert self.pids() == pids
-        assert shm() == shared
+        assert self.shm() == shared
         until(lambda: all(now <= files[name] for name, now in self.files().items()), REST_S)
-
-
-def shm() -> set[str]:
-    """Shared memory files of ours."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith("dango-")}
 
 
 def until(look: Callable[[], T | None], within_s: float) -> T:
