@@ -23,6 +23,8 @@ class Faults:
     """For a layer: the index of the run that is bad in each of its reads."""
     failed_writes: frozenset[int] = frozenset()
     """These writes raise Stale and write nothing."""
+    repeated_writes: frozenset[int] = frozenset()
+    """These writes are done twice, as if a message came twice."""
 
 
 class FaultyMover:
@@ -69,7 +71,8 @@ class FaultyMover:
         await asyncio.sleep(self._faults.write_delay_s.get(layer, 0.0))
         if number in self._faults.failed_writes:
             raise Stale(f"write {number} fails, as it was told to")
-        await self._inner.write(layer, grants, source, pages, priority)
+        for _ in range(2 if number in self._faults.repeated_writes else 1):
+            await self._inner.write(layer, grants, source, pages, priority)
 
     async def aclose(self) -> None:
         await self._inner.aclose()
