@@ -29,11 +29,11 @@ BUSY_S = 0.2
 T = TypeVar("T")
 
 
-def settings(transport: str = "auto") -> str:
+def settings(transport: str, size: str) -> str:
     """A service for tests: a small pool, and chunks so short that a long prompt has several."""
     return f"""
         [kvcache]
-        size_bytes = "32MiB"
+        size_bytes = "{size}"
         [prefill]
         chunk_tokens = 256
         transport = "{transport}"
@@ -88,10 +88,12 @@ class Program:
 class Service:
     """A `dango serve`, ready. Use as a context manager; leaving it asserts that it ends in good order."""
 
-    def __init__(self, model: Path | None, *flags: str, transport: str = "auto", name: str = "tiny") -> None:
+    def __init__(
+        self, model: Path | None, *flags: str, transport: str = "auto", name: str = "tiny", size: str = "32MiB"
+    ) -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix="dt-")  # short: sockets' paths are
         self.folder = Path(self._temporary.name)
-        (self.folder / "dango.toml").write_text(settings(transport))
+        (self.folder / "dango.toml").write_text(settings(transport, size))
         self.name = name
         given = [str(model)] if model else []
         common = ["--port", "0", "--model-name", name, "--config", str(self.folder / "dango.toml")]

@@ -87,6 +87,7 @@ def traffic(service: Service) -> Iterator[None]:
                 one.result()
 
 
+@pytest.mark.parametrize("shaped", [SHAPES["one of each"]], ids=["one of each"], indirect=True)
 @pytest.mark.parametrize(
     "sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 7}], ids=["greedy", "seeded"]
 )

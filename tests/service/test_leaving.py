@@ -13,7 +13,7 @@ from tests.service.processes import Service
 
 pytestmark = pytest.mark.cluster
 
-CYCLES = 4
+CYCLES = 3
 """For each way to leave; there are sixteen ways."""
 
 AFTER_S = (0.0, 0.02, 0.1, 0.5)
