@@ -17,9 +17,9 @@ from conductor.registry import Registry
 from conductor.view import View
 from engine.manifest import open_model
 from kvcache_pool.api import DirectoryLink
-from protocol.errors import first_error
 from protocol.process import run_service
 from protocol.rpc import Server
+from protocol.tasks import together
 from protocol.zmq_transport import ZmqTransport
 
 log = logging.getLogger("dango.conductor")
@@ -47,29 +47,26 @@ async def serve(config: ConductorConfig) -> None:
     )
     gateway = Gateway(dispatcher, model.tokenizer, model.manifest, metrics, config, random.SystemRandom())
     runner = gateway.runner()
+    control = Server(transport.bind(config.listen), registry.handlers())
+    expiry = registry.expire_forever(lambda: control.bad_frames)
+    loops = asyncio.create_task(together([control.serve(), expiry]))
     try:
-        async with asyncio.TaskGroup() as tasks:
-            control = Server(transport.bind(config.listen), registry.handlers())
-            tasks.create_task(control.serve())
-            tasks.create_task(registry.expire_forever(lambda: control.bad_frames))
-            await _serve_http(runner, config)
-            try:
-                await asyncio.Event().wait()
-            finally:
-                dispatcher.drain()
-                await runner.cleanup()
-    except ExceptionGroup as group:
-        raise first_error(group) from group
+        await _start_http(runner, config)
+        await asyncio.wait([loops])  # for ever, unless they fail
+        loops.result()
     finally:
+        dispatcher.drain()
+        await runner.cleanup()  # while instances still find their registry
+        loops.cancel()
+        await asyncio.gather(loops, return_exceptions=True)
         await peers.aclose()
         await directory.aclose()
         transport.close()
 
 
-async def _serve_http(runner: web.AppRunner, config: ConductorConfig) -> None:
+async def _start_http(runner: web.AppRunner, config: ConductorConfig) -> None:
     await runner.setup()
-    site = web.TCPSite(runner, config.host, config.port)
-    await site.start()
+    await web.TCPSite(runner, config.host, config.port).start()
     log.info("serving", extra={"address": f"http://{config.host}:{config.port}"})
 
 

@@ -8,9 +8,8 @@ hashes ─> lookup ─> place ─> lease ─> prefill ─> first token ─> deco
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from conductor.ask import Ask, Failed, Readiness, Refusal, Refused, Reply
 from conductor.lease import HeldLease, Room
@@ -24,14 +23,15 @@ from engine.ending import end_of
 from kvcache_pool.api import Acquire, DirectoryLink, Found, Grant, Lease, LeaseLost, PoolFull, new_lease
 from prefill_pool.api import Prefill, PrefillBusy, Prefilled, PrefixLost, StoreLost
 from protocol.blocks import block_hashes
-from protocol.errors import BadMessage, DangoError, DeadlineExceeded, PeerLost, first_error
+from protocol.errors import Abandoned, BadMessage, DangoError, DeadlineExceeded, PeerLost
 from protocol.ids import BlockHash, RequestId
 from protocol.message import Message
+from protocol.tasks import together
 
 RETRY_BUSY_S = 1.0
 """When to come back to a full queue: it turns over in about this time."""
 
-AGAIN = (PeerLost, PrefixLost, StoreLost, LeaseLost)
+AGAIN = (PeerLost, Abandoned, PrefixLost, StoreLost, LeaseLost)
 """Failures of an instance or of the pool, not of the request: another placement may well succeed."""
 
 BUSY = (PoolFull, PrefillBusy, DecodeBusy)
@@ -48,6 +48,22 @@ class Choice:
     sampling: Sampling
     output: list[int] = field(default_factory=list)
     ended: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request under way: what was asked, who hears the answer, and when it must be over."""
+
+    ask: Ask
+    reply: Reply
+    ends_at: float
+    request: RequestId
+    """What instances know it by; each choice that is placed again is a request of its own to them."""
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left of the deadline."""
+        return max(self.ends_at - asyncio.get_running_loop().time(), 0.0)
 
 
 @dataclass(frozen=True)
@@ -96,10 +112,11 @@ class Dispatcher:
     async def serve(self, ask: Ask, reply: Reply) -> None:
         """Answer; returns when every choice has ended. Raises Refused before the first token, or Failed."""
         choices = [Choice(index, sampling) for index, sampling in enumerate(ask.samplings)]
+        job = Job(ask, reply, asyncio.get_running_loop().time() + ask.within_s, ask.request)
         with self._counted():
             try:
-                async with asyncio.timeout(ask.within_s):
-                    await self._serve(ask, choices, reply)
+                async with asyncio.timeout_at(job.ends_at):
+                    await self._serve(job, choices)
             except BUSY as error:
                 refusal = Refusal("pool_full", str(error), RETRY_BUSY_S, 429)
                 raise _refused(refusal, choices) from error
@@ -110,32 +127,34 @@ class Dispatcher:
             except DangoError as error:
                 raise Failed(str(error)) from error
 
-    async def _serve(self, ask: Ask, choices: list[Choice], reply: Reply) -> None:
+    async def _serve(self, job: Job, choices: list[Choice]) -> None:
         try:
-            return await self._attempt(ask, choices, reply)
+            return await self._attempt(job, choices)
         except AGAIN as error:
-            log.warning("placed again: %s", error, extra={"request": ask.request})
+            log.warning("placed again: %s", error, extra={"request": job.request})
             self._metrics.replaced()
+        for choice in choices:
+            await self._end_if_over(job, choice)
         # The choices have gone different ways by now, so each is a prompt, and a request, of its own.
-        left = [(replace(ask, request=RequestId(f"{ask.request}.{c.index}")), c) for c in choices if not c.ended]
-        await _together(self._attempt(again, [choice], reply) for again, choice in left)
+        left = [(replace(job, request=RequestId(f"{job.request}.{c.index}")), c) for c in choices if not c.ended]
+        await together(self._attempt(again, [choice]) for again, choice in left)
 
-    async def _attempt(self, ask: Ask, choices: list[Choice], reply: Reply) -> None:
+    async def _attempt(self, job: Job, choices: list[Choice]) -> None:
         """One placement, from lookup to release. `choices` share their tokens so far."""
-        tokens = ask.prompt + choices[0].output
+        ask, tokens = job.ask, job.ask.prompt + choices[0].output
         root = self._view.manifest.root(ask.tenant, ask.salt)
         blocks = block_hashes(root, tokens)
         plan = await self._plan(tokens, blocks)
-        held = HeldLease(self._directory, self._room, self._acquire(ask, plan, tokens, blocks))
-        with self._entered(plan, ask, choices, len(tokens)):
+        held = HeldLease(self._directory, self._room, self._acquire(job, plan, tokens, blocks))
+        with self._entered(plan, job, choices, len(tokens)):
             async with held as lease:
                 placed = Placed(plan, held, lease, tokens, blocks)
-                prefilled = await self._prefill(ask, choices, placed)
+                prefilled = await self._prefill(job, choices, placed)
                 if not any(choice.output for choice in choices):
-                    reply.prefilled(prefilled.reused_tokens)
+                    job.reply.prefilled(prefilled.reused_tokens)
                 joining = _Countdown(len(choices), held)
                 firsts = zip(choices, prefilled.first, strict=True)
-                await _together(self._follow(ask, c, first, placed, joining, reply) for c, first in firsts)
+                await together(self._follow(job, c, first, placed, joining) for c, first in firsts)
 
     async def _plan(self, tokens: list[int], blocks: list[BlockHash]) -> Placement:
         """Where to go. Raises Refused."""
@@ -149,19 +168,19 @@ class Dispatcher:
             raise Refused(plan)
         return plan
 
-    def _acquire(self, ask: Ask, plan: Placement, tokens: list[int], blocks: list[BlockHash]) -> Acquire:
+    def _acquire(self, job: Job, plan: Placement, tokens: list[int], blocks: list[BlockHash]) -> Acquire:
         """What to lease. Raises PoolFull when that is more than the whole pool has."""
         tail = 1 if len(tokens) % self._view.manifest.layout.block_tokens else 0
         if len(blocks) + tail > self._view.blocks_total:
             raise PoolFull(f"{len(blocks) + tail} blocks wanted, the pool has {self._view.blocks_total}")
-        return Acquire(new_lease(), ask.request, blocks, plan.reuse, tail, plan.near)
+        return Acquire(new_lease(), job.request, blocks, plan.reuse, tail, plan.near)
 
-    async def _prefill(self, ask: Ask, choices: list[Choice], placed: Placed) -> Prefilled:
+    async def _prefill(self, job: Job, choices: list[Choice], placed: Placed) -> Prefilled:
         lease, instance = placed.lease, placed.plan.prefill
         message = Prefill(
-            request=ask.request,
+            request=job.request,
             tokens=placed.tokens,
-            prompt_tokens=len(ask.prompt),
+            prompt_tokens=len(job.ask.prompt),
             blocks=placed.blocks,
             directory=self._directory.address,
             lease=lease.lease,
@@ -171,69 +190,74 @@ class Dispatcher:
             samplings=[choice.sampling for choice in choices],
         )
         async with self._watched(instance):
-            prefilled = await self._peers.of(instance).call(message, Prefilled, within_s=ask.within_s)
-        self._view.release(instance, ask.request, choices[0].index)
+            prefilled = await self._peers.of(instance).call(message, Prefilled, within_s=job.left_s)
+        self._view.release(instance, job.request, choices[0].index)
         self._metrics.observe_queue(prefilled.queue_s)
         self._metrics.observe_prefill(prefilled.compute_s)
         self._metrics.observe_store_wait(prefilled.store_wait_s)
         return prefilled
 
     async def _follow(
-        self, ask: Ask, choice: Choice, first: Sampled, placed: Placed, joining: "_Countdown", reply: Reply
+        self, job: Job, choice: Choice, first: Sampled, placed: Placed, joining: "_Countdown"
     ) -> None:
         """One choice from its first token to its end."""
-        if await self._emit(choice, first, reply):
-            return await joining.one()
-        reason = end_of(choice.sampling, choice.output)
-        if reason is not None:
-            choice.ended = True
-            await joining.one()
-            return await reply.end(choice.index, reason)
+        if await self._emit(job, choice, first) or await self._end_if_over(job, choice):
+            return joining.one()
         began = asyncio.get_running_loop().time()
-        message, instance = self._decode(ask, choice, placed), placed.plan.decode
+        message, instance = self._decode(job, choice, placed), placed.plan.decode
         async with (
             self._watched(instance),
-            self._peers.of(instance).stream(message, within_s=ask.within_s) as stream,
+            self._peers.of(instance).stream(message, within_s=job.left_s) as stream,
         ):
             async for answer in stream:
-                if await self._advance(choice, answer.message, joining, reply):
+                if await self._advance(job, choice, answer.message, joining):
                     break
         self._metrics.observe_decode(asyncio.get_running_loop().time() - began)
 
-    def _decode(self, ask: Ask, choice: Choice, placed: Placed) -> Decode:
+    def _decode(self, job: Job, choice: Choice, placed: Placed) -> Decode:
         sources: list[Grant] = placed.lease.sources + placed.lease.targets
         return Decode(
-            request=ask.request,
+            request=job.request,
             choice=choice.index,
-            prompt=ask.prompt,
+            prompt=job.ask.prompt,
             output=choice.output,
             blocks=placed.blocks,
-            tenant=ask.tenant,
-            salt=ask.salt,
+            tenant=job.ask.tenant,
+            salt=job.ask.salt,
             sources=sources,
             places=placed.lease.places,
             sampling=choice.sampling,
         )
 
-    async def _advance(self, choice: Choice, item: Message, joining: "_Countdown", reply: Reply) -> bool:
+    async def _advance(self, job: Job, choice: Choice, item: Message, joining: "_Countdown") -> bool:
         """Take in one item of a decode stream. True: nothing more is wanted of it."""
         match item:
             case Joined():
-                self._metrics.observe_transfer(item.load_s)
-                await joining.one()
+                self._metrics.observe_transfer(item.queue_s + item.load_s)
+                joining.one()
                 return False
             case Token():
-                return await self._emit(choice, item.sampled, reply)
+                return await self._emit(job, choice, item.sampled)
             case Ended():
                 choice.ended = True
-                await reply.end(choice.index, item.reason)
+                await job.reply.end(choice.index, item.reason)
                 return False  # the stream ends by itself
         raise BadMessage(f"a decode stream brought a {type(item).__name__}")
 
-    async def _emit(self, choice: Choice, sampled: Sampled, reply: Reply) -> bool:
+    async def _emit(self, job: Job, choice: Choice, sampled: Sampled) -> bool:
         """Send a token to the client. True: the client's stop string ended the choice."""
         choice.output.append(sampled.token)
-        choice.ended = not await reply.token(choice.index, sampled)
+        choice.ended = not await job.reply.token(choice.index, sampled)
+        return choice.ended
+
+    async def _end_if_over(self, job: Job, choice: Choice) -> bool:
+        """End a choice whose last token has been said, whether or not an instance lived to say so."""
+        if choice.ended or not choice.output:
+            return choice.ended
+        reason = end_of(choice.sampling, choice.output)
+        if reason is not None:
+            choice.ended = True
+            await job.reply.end(choice.index, reason)
         return choice.ended
 
     @contextlib.asynccontextmanager
@@ -242,8 +266,8 @@ class Dispatcher:
         try:
             yield
         except PeerLost:
-            self._view.give_up(instance)
-            await self._peers.drop(instance)
+            if self._view.give_up(instance):
+                await self._peers.drop(instance)
             raise
 
     @contextlib.contextmanager
@@ -261,19 +285,19 @@ class Dispatcher:
             self._in_flight -= 1
 
     @contextlib.contextmanager
-    def _entered(self, plan: Placement, ask: Ask, choices: list[Choice], tokens: int) -> Iterator[None]:
+    def _entered(self, plan: Placement, job: Job, choices: list[Choice], tokens: int) -> Iterator[None]:
         """The ledger's entries, made in the same breath as the placement: the next one must see them."""
         reused = plan.reuse * self._view.manifest.layout.block_tokens
-        self._view.place(plan.prefill, ask.request, choices[0].index, tokens - reused)
+        self._view.place(plan.prefill, job.request, choices[0].index, tokens - reused)
         for choice in choices:
-            self._view.place(plan.decode, ask.request, choice.index, tokens)
+            self._view.place(plan.decode, job.request, choice.index, tokens)
         self._metrics.placed()
         try:
             yield
         finally:
-            self._view.release(plan.prefill, ask.request, choices[0].index)
+            self._view.release(plan.prefill, job.request, choices[0].index)
             for choice in choices:
-                self._view.release(plan.decode, ask.request, choice.index)
+                self._view.release(plan.decode, job.request, choice.index)
 
 
 class _Countdown:
@@ -283,11 +307,11 @@ class _Countdown:
         self._left = count
         self._held = held
 
-    async def one(self) -> None:
+    def one(self) -> None:
         """One choice has its KV, or needs none."""
         self._left -= 1
         if self._left == 0:
-            await self._held.give_back()
+            self._held.give_back()  # on its own: no token waits for the directory
 
 
 def _refused(refusal: Refusal, choices: list[Choice]) -> Refused | Failed:
@@ -295,13 +319,3 @@ def _refused(refusal: Refusal, choices: list[Choice]) -> Refused | Failed:
     if any(choice.output for choice in choices):
         return Failed(f"placed again, and refused: {refusal.text}")
     return Refused(refusal)
-
-
-async def _together(runs: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all to their end; when one fails, cancel the others and raise what it raised."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for run in runs:
-                tasks.create_task(run)
-    except ExceptionGroup as group:
-        raise first_error(group) from group

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
@@ -30,8 +30,8 @@ from conductor.problem import Outcome, Problem, failed, fault, overloaded, refus
 from conductor.shapes import Head, chunk, event, model, models, whole
 from conductor.sse import ClientGone, EventStream
 from protocol.cluster import Manifest
-from protocol.errors import first_error
 from protocol.ids import RequestId
+from protocol.tasks import together
 
 REQUESTS_MAX = 1024
 """Requests at once whose bodies and answers this process holds; the dispatcher's own limit lies far below."""
@@ -223,7 +223,7 @@ class Gateway:
         chunks = Chunks(stream, order.shape, head, with_usage=order.continuous_usage)
         answer = self._new_answer(order, chunks, arrived)
         try:
-            await _together([self._until_served(http, order, answer, arrived, stream), self._beat(stream)])
+            await together([self._until_served(http, order, answer, arrived, stream), self._beat(stream)])
             last = [event(chunk(order.shape, head, [], answer.usage()))] if order.include_usage else []
             await stream.send(b"".join([*last, DONE]))
             ending.outcome = Outcome.FINISHED
@@ -254,7 +254,7 @@ class Gateway:
         firsts = [number * len(ask.samplings) for number, ask in enumerate(asks)]
         try:
             async with asyncio.timeout(within_s + GRACE_S):
-                await _together(
+                await together(
                     [
                         self._serve.serve(ask, Part(answer, first, len(ask.prompt)))
                         for ask, first in zip(asks, firsts, strict=True)
@@ -296,16 +296,6 @@ class Gateway:
         given = NOT_IN_A_REQUEST_ID.sub("", http.headers.get(REQUEST_ID, ""))[:REQUEST_ID_CHARS_MAX]
         http[OWN_ID] = f"{given}-{own}" if given else own
         http[ECHO_ID] = given or own
-
-
-async def _together(work: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """All to their ends. The first to fail cancels the others, and its exception is raised as it is."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for one in work:
-                group.create_task(one)
-    except ExceptionGroup as failures:
-        raise first_error(failures) from None
 
 
 async def _break_off(stream: EventStream, problem: Problem) -> Outcome:

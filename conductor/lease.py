@@ -1,7 +1,6 @@
 """A lease as long as it is needed: renewed while held, given back at the end, whatever the end is."""
 
 import asyncio
-import contextlib
 import logging
 from types import TracebackType
 
@@ -45,19 +44,25 @@ class Room:
 
 
 class HeldLease:
-    """An async context manager. `give_back` may come early; leaving the block does it otherwise."""
+    """An async context manager. `give_back` may come early; leaving the block does it otherwise.
+
+    Giving back is a task of its own, made once: whoever is cancelled while he waits for it, it goes on.
+    """
 
     def __init__(self, directory: DirectoryLink, room: Room, ask: Acquire) -> None:
         self._directory = directory
         self._room = room
         self._ask = ask
         self._keeper: asyncio.Task[None] | None = None
+        self._return: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Lease:
         try:
             lease = await self._room.acquire(self._directory, self._ask)
-        except asyncio.CancelledError:
-            # The directory may have granted what we no longer wait for.
+        except PoolFull:
+            raise
+        except BaseException:
+            # Cancelled, or too late: the directory may have granted what we no longer wait for.
             await asyncio.shield(self._release())
             raise
         self._keeper = asyncio.create_task(self._keep())
@@ -68,16 +73,20 @@ class HeldLease:
     ) -> None:
         await asyncio.shield(self.give_back())
 
-    async def give_back(self) -> None:
-        """Release now. If the directory cannot be told, the lease ends by itself."""
-        keeper, self._keeper = self._keeper, None
-        if keeper is None:
-            return
-        keeper.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await keeper
-        await self._release()
-        self._room.give_back()
+    def give_back(self) -> asyncio.Task[None]:
+        """Release, from now on. If the directory cannot be told, the lease ends by itself."""
+        if self._return is None:
+            self._return = asyncio.create_task(self._give_back())
+        return self._return
+
+    async def _give_back(self) -> None:
+        try:
+            if self._keeper is not None:
+                self._keeper.cancel()
+                await asyncio.gather(self._keeper, return_exceptions=True)
+            await self._release()
+        finally:
+            self._room.give_back()
 
     async def _release(self) -> None:
         try:

@@ -86,6 +86,7 @@ class Orders:
         return self._order(request, CompletionShape(), "prompt", prompts, seed)
 
     def _order(self, request: Common, shape: Shape, param: str, prompts: list[list[int]], seed: int) -> Order:
+        self._require_known(request.stop_token_ids or [], "stop_token_ids")
         ends = self._tokenizer.stop_tokens
         choices = request.n or 1
         return Order(
@@ -111,10 +112,13 @@ class Orders:
     def _tokens(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             return self._checked("prompt", lambda: self._tokenizer.encode(prompt, special=True))
-        size = self._tokenizer.vocab
-        if not all(0 <= token < size for token in prompt):
-            raise invalid(f"Token ids must be from 0 to {size - 1}.", "prompt")
+        self._require_known(prompt, "prompt")
         return prompt
+
+    def _require_known(self, tokens: list[int], param: str) -> None:
+        size = self._tokenizer.vocab
+        if not all(0 <= token < size for token in tokens):
+            raise invalid(f"Token ids must be from 0 to {size - 1}.", param)
 
     def _checked(self, param: str, tokenise: Callable[[], list[int]]) -> list[int]:
         try:

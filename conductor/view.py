@@ -52,7 +52,7 @@ class View:
         older = self._instances.get(message.instance)
         if older is not None and older.incarnation != message.incarnation:
             self._end(older)
-        self._instances[message.instance] = Instance(
+        newer = Instance(
             message.instance,
             message.incarnation,
             message.pool,
@@ -61,7 +61,11 @@ class View:
             message.directory,
             now,
         )
-        return older if older is not None and older.incarnation != message.incarnation else None
+        self._instances[message.instance] = newer
+        if older is None or older.incarnation != message.incarnation:
+            return older
+        newer.placed = older.placed  # the same life: what was placed there runs on
+        return None
 
     def report(self, name: InstanceId, incarnation: Incarnation, load: Load, now: float) -> bool:
         """Take in a report. False: no such instance is known here."""
@@ -85,10 +89,14 @@ class View:
             del self._instances[instance.name]
         return silent
 
-    def give_up(self, instance: Instance) -> None:
-        """An instance could not be reached: it is out until it registers again, as a living one will."""
-        if self._instances.get(instance.name) is instance:
-            del self._instances[instance.name]
+    def give_up(self, instance: Instance) -> bool:
+        """An instance could not be reached: it is out until it registers again, as a living one will.
+
+        False if it is out already, or has registered again meanwhile."""
+        if self._instances.get(instance.name) is not instance:
+            return False
+        del self._instances[instance.name]
+        return True
 
     def of(self, pool: Pool) -> list[Instance]:
         """The living instances of a pool, by name."""

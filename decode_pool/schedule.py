@@ -6,8 +6,8 @@
        └────────────────────────────────────┘  │
                                    admit, with nothing to load
 
-The oldest running request is never preempted, and no request is let in that could not run alone: so the
-batch always moves on.
+The oldest running request is preempted last, and no request is let in that could not run alone: so the
+batch always moves on. (It gives way itself only when all other pages are being loaded into; those join next.)
 """
 
 from collections import OrderedDict
@@ -26,8 +26,6 @@ class Sequence:
 
     key: Key
     tokens: list[int]
-    tokens_max: int
-    """Prompt and output can never be longer than this."""
     stored: int
     """How many tokens' KV the pool holds for it; 0 once it has lost its pages."""
     computed: int = 0
@@ -74,6 +72,11 @@ class Schedule:
     def loading(self) -> int:
         """Sequences whose KV is on its way."""
         return len(self._loading)
+
+    @property
+    def pages_loading(self) -> int:
+        """Pages of those."""
+        return sum(len(sequence.pages) for sequence in self._loading.values())
 
     @property
     def running(self) -> int:

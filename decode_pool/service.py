@@ -98,6 +98,7 @@ class DecodeService:
                 if plans:
                     await self._step(plans)
             if not plans:
+                self.check()
                 self._work.clear()
                 await self._work.wait()
             await asyncio.sleep(0)  # let those in who wait for the lock: joins, leaves
@@ -111,7 +112,7 @@ class DecodeService:
             context_tokens=self._schedule.context_tokens,
             blocks_total=self._pages.total,
             blocks_free=self._pages.free,
-            blocks_pending=self._schedule.loading,
+            blocks_pending=self._schedule.pages_loading,
             steps=self._steps,
             step_age_s=0.0 if self._step_began is None else now - self._step_began,
             step_s=self._step_s,
@@ -131,14 +132,16 @@ class DecodeService:
         """Refuse a message whose parts do not fit together, before anything is queued."""
         tokens = [*message.prompt, *message.output]
         stored = len(tokens) - 1
-        longest = min(len(message.prompt) + message.sampling.max_tokens, self._manifest.context_tokens)
+        longest = len(message.prompt) + message.sampling.max_tokens
         if not message.output or len(message.sources) != pages_for(stored, self._step_tokens):
             raise BadMessage("the sources do not cover all tokens but the last")
         if len(message.blocks) != stored // self._step_tokens:
             raise BadMessage("the full blocks of the sources are misnamed")
+        if longest > self._manifest.context_tokens:
+            raise TooLong(f"{longest} tokens are more than the context of {self._manifest.context_tokens}")
         if not self._schedule.fits(longest):
             raise TooLong(f"{longest} tokens do not fit in this instance's {self._pages.total} pages")
-        sequence = Sequence((message.request, message.choice), tokens, longest, stored)
+        sequence = Sequence((message.request, message.choice), tokens, stored)
         root = self._manifest.root(message.tenant, message.salt)
         items: asyncio.Queue[Sampled | Exception | None] = asyncio.Queue(longest + 1)
         return Stream(message, sequence, root, list(message.blocks), items, output=list(message.output))
@@ -218,8 +221,6 @@ class DecodeService:
         stream.output.append(sampled.token)
         stream.items.put_nowait(sampled)
         stream.ended = end_of(stream.message.sampling, stream.output)
-        if stream.ended is None and len(plan.sequence.tokens) >= self._manifest.context_tokens:
-            stream.ended = EndReason.LENGTH
         if stream.ended is not None:
             self._end(stream, None)
 
@@ -237,7 +238,7 @@ class DecodeService:
         page = plan.sequence.pages[end // step - 1]
         layers = range(self._engine.layout.layers)
         runs = np.stack([self._engine.runs(layer)[page : page + 1] for layer in layers])
-        self._writeback.offer(Block(stream.message.request, stream.names[-1], runs))
+        self._writeback.offer(Block(stream.message.request, list(stream.names), runs))
 
     def _count(self, seconds: float) -> None:
         self._steps += 1

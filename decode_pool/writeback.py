@@ -24,10 +24,10 @@ log = logging.getLogger("dango.writeback")
 
 @dataclass(frozen=True)
 class Block:
-    """A full block's name and bytes, shape [layers, 1, run_bytes]."""
+    """A full block: the names of all blocks up to it, its own last, and its bytes [layers, 1, run_bytes]."""
 
     request: RequestId
-    name: BlockHash
+    chain: list[BlockHash]
     runs: npt.NDArray[np.uint8]
 
 
@@ -62,16 +62,16 @@ class WriteBack:
                 log.info("a block was not written back: %s", error, extra={"request": block.request})
 
     async def _write(self, block: Block) -> None:
-        directory = self._directory.get()
-        if (await directory.lookup([block.name])).reach:
-            return  # another answer made the same block
-        ask = Acquire(new_lease(), block.request, blocks=[], reuse=0, unnamed=1, near=self.near)
+        """Lease the whole chain, so that a prefix never counts as used less recently than what follows it."""
+        directory, chain = self._directory.get(), block.chain
+        ask = Acquire(new_lease(), block.request, chain, reuse=len(chain), unnamed=0, near=self.near)
         try:
             lease = await directory.acquire(ask)
+            if len(lease.targets) != 1:
+                return  # it is there already, or its prefix is not: it could never be found
             self._mover.know(lease.places)
-            for layer, runs in enumerate(block.runs):
-                await self._mover.write(layer, lease.targets, runs, [0], Priority.WRITE_BACK)
-            await directory.commit(lease.lease, [0], [block.name])
+            await self._mover.write_blocks(lease.targets, [block.runs[:, 0]], Priority.WRITE_BACK)
+            await directory.commit(lease.lease, [0], [chain[-1]])
         finally:
             with contextlib.suppress(DangoError):  # it then ends by itself; a cancellation must go on
                 await asyncio.shield(directory.release(ask.lease))

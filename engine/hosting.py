@@ -15,7 +15,11 @@ async def host_engine(model: Model, *, dtype: str, pages: int, threads: int) -> 
     Blocks until loaded: nothing else is due before that. Raises ValueError, OSError, or what the test met.
     """
     layout = model.manifest.layout
-    enough = CONTEXTS * pages_for(model.manifest.context_tokens, layout.block_tokens)
+    one = pages_for(model.manifest.context_tokens, layout.block_tokens)
+    if 0 < pages < one:
+        context = model.manifest.context_tokens
+        raise ValueError(f"pages is {pages}, but one request of the context of {context} tokens takes {one}")
+    enough = CONTEXTS * one
     engine = load_engine(
         model.checkpoint,
         dtype=dtype,

@@ -39,7 +39,7 @@ ANNOUNCE_EVERY_S = 0.5
 """How often a segment tells the directory that it is there."""
 
 TRANSFER_S_MAX = 20.0
-"""The deadline of one read or write of one layer."""
+"""The deadline of one read or write of one layer, and of one write of whole blocks."""
 
 
 class PoolFull(RemoteError):
@@ -295,6 +295,15 @@ class Mover(Protocol):
         DeadlineExceeded."""
         ...
 
+    async def write_blocks(
+        self, grants: Sequence[Grant], blocks: Sequence[npt.NDArray[np.uint8]], priority: Priority
+    ) -> None:
+        """As `write`, for blocks that are complete in all layers, each [layers, run_bytes].
+
+        One visit to a copying thread, where a write for each layer costs the event loop one each.
+        """
+        ...
+
     async def aclose(self) -> None:
         """Unmap memory and close connections."""
         ...
@@ -354,12 +363,13 @@ class DirectoryLink:
         return self._client.address
 
     async def follow(self, address: str | None) -> None:
-        """Connect to `address` if that is news."""
-        if self._client is not None and self._client.address == address:
+        """Connect to `address` if that is news. Others may call at the same time: the last address counts."""
+        old = self._client
+        if old is not None and old.address == address:
             return
-        await self.aclose()
-        if address is not None:
-            self._client = Client(self._transport, address).start()
+        self._client = None if address is None else Client(self._transport, address).start()
+        if old is not None:
+            await old.aclose()
 
     def get(self) -> Directory:
         """The client of the current directory. Raises PeerLost while there is none."""

@@ -41,6 +41,7 @@ class Job:
         """Pages were given."""
         self.computed = asyncio.Event()
         """The last chunk has been computed, or computing ended early."""
+        self.computed_at = 0.0
         self.error: Exception | None = None
         """Why computing ended early."""
         self.idle = asyncio.Event()
@@ -86,6 +87,7 @@ class Job:
     def end(self, error: Exception | None = None) -> None:
         """No more chunks will be computed."""
         self.error = error
+        self.computed_at = asyncio.get_running_loop().time()
         self.computed.set()
 
     def stop(self) -> None:
@@ -102,8 +104,11 @@ class Job:
         except (Stale, Corrupt, PeerLost, DeadlineExceeded, LeaseLost, PoolFull) as error:
             raise StoreLost(str(error)) from error
 
-    def no_more_stores(self) -> None:
-        """What is queued is the rest."""
+    async def until_computed(self) -> None:
+        """Wait for the last chunk; what is queued to be stored is then the rest. Raises why computing failed."""
+        await self.computed.wait()
+        if self.error is not None:
+            raise self.error
         self._stores.put_nowait(None)
 
     async def _store(self, store: Store) -> None:

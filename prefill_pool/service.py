@@ -11,11 +11,12 @@ from prefill_pool.api import Prefill, PrefillBusy, Prefilled
 from prefill_pool.config import PrefillConfig
 from prefill_pool.layerwise import Job
 from prefill_pool.schedule import Chunk, Prompt, Schedule
-from protocol.errors import BadMessage, first_error
+from protocol.errors import BadMessage
 from protocol.ids import RequestId
 from protocol.message import Message
 from protocol.registry import Load
 from protocol.rpc import Ask, Handler, handler
+from protocol.tasks import together
 
 RATE_DECAY = 0.8
 """Weight of the past in the moving means of a step's time and rate: about five steps of memory."""
@@ -64,6 +65,7 @@ class PrefillService:
         while True:
             chunk = self._schedule.next()
             if chunk is None:
+                self.check()
                 self._work.clear()
                 await self._work.wait()
             else:
@@ -95,20 +97,10 @@ class PrefillService:
         self._begin()
         await job.started.wait()
         started = clock()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(job.load())
-                tasks.create_task(job.store())
-                self._work.set()
-                await job.computed.wait()
-                computed = clock()
-                if job.error is not None:
-                    raise job.error
-                job.no_more_stores()
-        except ExceptionGroup as group:
-            raise first_error(group) from None
+        self._work.set()
+        await together([job.load(), job.store(), job.until_computed()])
         reused = job.prompt.reused
-        return Prefilled(job.first, reused, started - came, computed - started, clock() - computed)
+        return Prefilled(job.first, reused, started - came, job.computed_at - started, clock() - job.computed_at)
 
     async def _compute(self, job: Job, chunk: Chunk) -> None:
         clock = asyncio.get_running_loop().time

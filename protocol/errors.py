@@ -46,9 +46,7 @@ class RemoteError(DangoError):
         return RemoteError.kinds.get(kind, RemoteError)(text)
 
 
-def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """One exception out of a task group's: when tasks fail together, each is reason enough."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+class Abandoned(RemoteError):
+    """The callee heard nothing of its caller for too long, took it for dead, and stopped working for it."""
+
+    kind = "abandoned"

@@ -1,18 +1,17 @@
 """How an instance of any pool lives: it listens, registers, works, reports, and leaves."""
 
-import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from protocol.cluster import Manifest
-from protocol.errors import first_error
 from protocol.ids import Incarnation, InstanceId
 from protocol.membership import Member
 from protocol.message import Message
 from protocol.registry import Heard, Load, Pool, Register
 from protocol.rpc import Client, Handler, Server
+from protocol.tasks import together
 from protocol.transport import Transport
 
 EVERY_INTERFACE = ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:")
@@ -61,14 +60,9 @@ async def run_instance(transport: Transport, role: Role, work: Work, *, listen: 
     def load() -> Load:
         return replace(work.load(), bad_frames=server.bad_frames)
 
-    try:
-        async with Client(transport, conductor) as client, asyncio.TaskGroup() as tasks:
-            tasks.create_task(server.serve())
-            for loop in work.loops:
-                tasks.create_task(loop(server.address))
-            tasks.create_task(Member(client, role.register(server.address), load, work.heard).run())
-    except ExceptionGroup as group:
-        raise first_error(group) from group
+    async with Client(transport, conductor) as client:
+        member = Member(client, role.register(server.address), load, work.heard)
+        await together([server.serve(), *(loop(server.address) for loop in work.loops), member.run()])
 
 
 def _require_reachable(listen: str) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TypeVar
 
-from protocol.errors import BadMessage, DangoError, DeadlineExceeded, PeerLost, RemoteError
+from protocol.errors import Abandoned, BadMessage, DangoError, DeadlineExceeded, PeerLost, RemoteError
 from protocol.frames import Buffer, Header, Kind, decode, encode, encode_error
 from protocol.message import Message
 from protocol.transport import Link, Port, Transport
@@ -81,13 +81,13 @@ class Client:
         return self
 
     async def aclose(self) -> None:
-        """Fail what is open and end the tasks."""
+        """Fail what is open and end the tasks. All is done before the only wait: it may be cancelled."""
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._fail_all(PeerLost(f"the client of {self.address} was closed"))
         if self._link is not None:
             self._link.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def __aenter__(self) -> "Client":
         return self.start()
@@ -348,10 +348,11 @@ class Server:
             await self._answer(peer, encode_error(number, error.kind, str(error)))
         except (DangoError, TimeoutError) as error:
             await self._answer(peer, encode_error(number, "error", f"{type(error).__name__}: {error}"))
-        except Exception as error:
+        except Exception:
             # A fault of ours must reach the one who waits, and must not end the other calls.
+            # What it says may be about others: it goes to the log alone.
             log.exception("%s failed", type(message).__name__)
-            await self._answer(peer, encode_error(number, "error", f"{type(error).__name__}: {error}"))
+            await self._answer(peer, encode_error(number, "error", f"{type(message).__name__} failed"))
         finally:
             del self._open[key]
 
@@ -373,6 +374,14 @@ class Server:
                 del self._heard[peer]
                 for key in [key for key in self._open if key[0] == peer]:
                     self._open[key].cancel()
+                    await self._abandon(*key)
+
+    async def _abandon(self, peer: bytes, number: int) -> None:
+        """Should the client live after all, it must not wait for what will never come."""
+        text = f"nothing was heard of the caller for {SILENT_S} s"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CONNECT_S):
+                await self._answer(peer, encode_error(number, Abandoned.kind, text))
 
 
 async def items(stream: Stream) -> AsyncIterator[Message]:

@@ -160,5 +160,11 @@ class MemoryMover:
             self.runs[grant.segment, grant.slot, grant.generation, layer] = source[page].tobytes()
             self.writes += 1
 
+    async def write_blocks(
+        self, grants: Sequence[Grant], blocks: Sequence[npt.NDArray[np.uint8]], priority: Priority
+    ) -> None:
+        for layer, rows in enumerate(zip(*blocks, strict=True)):
+            await self.write(layer, grants, np.stack(rows), range(len(grants)), priority)
+
     async def aclose(self) -> None:
         pass

@@ -38,6 +38,8 @@ class Route(Protocol):
         self, layer: int, grants: Sequence[Grant], source: Bytes, pages: Sequence[int], priority: Priority
     ) -> None: ...
 
+    async def write_blocks(self, grants: Sequence[Grant], blocks: Sequence[Bytes], priority: Priority) -> None: ...
+
     async def aclose(self) -> None: ...
 
 
@@ -86,11 +88,27 @@ class PoolMover:
     ) -> None:
         """See api.Mover."""
 
-        async def part(segment: SegmentId, places: list[int]) -> int:
+        async def put(route: Route, places: list[int]) -> None:
             mine, rows = [grants[i] for i in places], [pages[i] for i in places]
+            await route.write(layer, mine, source, rows, priority)
+
+        await self._put(grants, put)
+
+    async def write_blocks(self, grants: Sequence[Grant], blocks: Sequence[Bytes], priority: Priority) -> None:
+        """See api.Mover."""
+
+        async def put(route: Route, places: list[int]) -> None:
+            await route.write_blocks([grants[i] for i in places], [blocks[i] for i in places], priority)
+
+        await self._put(grants, put)
+
+    async def _put(self, grants: Sequence[Grant], put: Callable[[Route, list[int]], Awaitable[None]]) -> None:
+        """Run `put` for each segment, with the indices in `grants` that are its own, within the deadline."""
+
+        async def part(segment: SegmentId, places: list[int]) -> int:
             try:
                 async with asyncio.timeout(TRANSFER_S_MAX):
-                    await self._route(segment).write(layer, mine, source, rows, priority)
+                    await put(self._route(segment), places)
             except TimeoutError as error:
                 raise DeadlineExceeded(f"writing to segment {segment} took over {TRANSFER_S_MAX} s") from error
             return len(places)

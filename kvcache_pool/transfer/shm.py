@@ -20,6 +20,7 @@ class ShmRoute:
             raise PeerLost(f"segment {place.segment} cannot be mapped: {error}") from error
         self._copiers = copiers
         self._run_bytes = place.layout.run_bytes
+        self._block_bytes = place.layout.block_bytes
 
     async def read(
         self, layer: int, grants: Sequence[Grant], out: Bytes, pages: Sequence[int], priority: Priority
@@ -41,6 +42,11 @@ class ShmRoute:
         for hop in hops(len(grants), self._run_bytes):
             await self._copiers.run(priority, self._put, layer, grants[hop], source, pages[hop])
 
+    async def write_blocks(self, grants: Sequence[Grant], blocks: Sequence[Bytes], priority: Priority) -> None:
+        """As Mover.write_blocks, within this segment."""
+        for hop in hops(len(grants), self._block_bytes):
+            await self._copiers.run(priority, self._put_blocks, grants[hop], blocks[hop])
+
     def _get(self, layer: int, grants: Sequence[Grant], out: Bytes, pages: Sequence[int]) -> int:
         for count, (grant, page) in enumerate(zip(grants, pages, strict=True)):
             try:
@@ -52,6 +58,11 @@ class ShmRoute:
     def _put(self, layer: int, grants: Sequence[Grant], source: Bytes, pages: Sequence[int]) -> None:
         for grant, page in zip(grants, pages, strict=True):
             self._memory.put(layer, grant.slot, grant.generation, source[page])
+
+    def _put_blocks(self, grants: Sequence[Grant], blocks: Sequence[Bytes]) -> None:
+        for grant, block in zip(grants, blocks, strict=True):
+            for layer, run in enumerate(block):
+                self._memory.put(layer, grant.slot, grant.generation, run)
 
     async def aclose(self) -> None:
         """Nothing is owed: the mapping ends with its last user."""

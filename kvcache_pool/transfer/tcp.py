@@ -29,6 +29,7 @@ class TcpRoute:
         self._copiers = copiers
         self._turns = Turns(MESSAGES_AT_ONCE)
         self._run_bytes = place.layout.run_bytes
+        self._layers = place.layout.layers
 
     async def read(
         self, layer: int, grants: Sequence[Grant], out: Bytes, pages: Sequence[int], priority: Priority
@@ -60,6 +61,12 @@ class TcpRoute:
                 message = WriteLayer(layer, *_slots(wanted), checksums)
                 frames = [row.data for row in rows]
                 await self._client.call(message, Done, *frames, within_s=TRANSFER_S_MAX)
+
+    async def write_blocks(self, grants: Sequence[Grant], blocks: Sequence[Bytes], priority: Priority) -> None:
+        """As Mover.write_blocks, within this segment: a message carries one layer."""
+        for layer in range(self._layers):
+            rows = np.stack([block[layer] for block in blocks])
+            await self.write(layer, grants, rows, range(len(rows)), priority)
 
     async def aclose(self) -> None:
         """Close the connection; calls in flight end in PeerLost."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from conductor.ask import Ask, Readiness, Reply
 from engine.api import EndReason, Sampled, Sampling
 from engine.ending import end_of
-from protocol.errors import first_error
+from protocol.tasks import together
 
 
 @dataclass
@@ -56,8 +56,6 @@ class Scripted:
         except asyncio.CancelledError:
             self.cancelled.append(ask.request)
             raise
-        except ExceptionGroup as group:
-            raise first_error(group) from None
         finally:
             await self._run(-1)
 
@@ -81,9 +79,7 @@ class Scripted:
         if self.play.error is not None and self.play.error_after == 0:
             raise self.play.error
         reply.prefilled(self.play.reused)
-        async with asyncio.TaskGroup() as group:
-            for choice, sampling in enumerate(ask.samplings):
-                group.create_task(self._choice(choice, sampling, reply))
+        await together(self._choice(choice, sampling, reply) for choice, sampling in enumerate(ask.samplings))
 
     async def _choice(self, choice: int, sampling: Sampling, reply: Reply) -> None:
         output: list[int] = []

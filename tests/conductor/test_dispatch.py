@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from conductor.ask import Failed, Refused
-from engine.api import EndReason
+from engine.api import EndReason, Sampled
 from kvcache_pool.transfer.mover import Reach
+from protocol.ids import RequestId
 from protocol.registry import Pool
 from tests.cluster import Listener, a_cluster, an_ask
 from tests.fakes import LAYOUT, FakeEngine, foretell
@@ -208,3 +209,21 @@ async def test_tenants_and_salts_do_not_share():
             reply = await cluster.serve(an_ask(PROMPT, 4, tenant=tenant, salt=salt))
             assert reply.tokens[0] == foretell(PROMPT, 4)
             assert reply.reused == [reused]
+
+
+async def test_an_answer_whose_last_token_was_said_is_over_though_nobody_lived_to_say_so():
+    """The decode instance dies between its last token and the end of its stream: not one token more."""
+
+    class Deaf(Listener):
+        async def token(self, choice: int, sampled: Sampled) -> bool:
+            more = await super().token(choice, sampled)
+            if len(self.tokens[choice]) == 8:
+                await cluster.kill("decode-0")
+            return more
+
+    async with a_cluster(decodes=2, layer_s=0.002) as cluster:
+        cluster.view.place(cluster.view.of(Pool.DECODE)[1], RequestId("elsewhere"), 0, 10**6)
+        reply = await cluster.serve(an_ask(PROMPT, 8), Deaf())
+        assert reply.tokens[0] == foretell(PROMPT, 8)
+        assert reply.ended == {0: EndReason.LENGTH}
+        cluster.view.release(cluster.view.of(Pool.DECODE)[0], RequestId("elsewhere"), 0)

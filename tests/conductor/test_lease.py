@@ -6,7 +6,7 @@ import pytest
 
 from conductor.lease import HeldLease, Room
 from kvcache_pool.api import Acquire, Directory, DirectoryLink, Lease, PoolFull, new_lease
-from protocol.errors import PeerLost
+from protocol.errors import DeadlineExceeded, PeerLost
 from protocol.ids import BlockHash, LeaseId
 
 
@@ -18,6 +18,8 @@ class CountingDirectory(Directory):
         self.held: dict[LeaseId, int] = {}
         self.order: list[str] = []
         self.away = False
+        self.release_s = 0.0
+        self.late = False
 
     async def acquire(self, ask: Acquire) -> Lease:
         wanted = len(ask.blocks)
@@ -26,9 +28,12 @@ class CountingDirectory(Directory):
         self.held[ask.lease] = wanted
         await asyncio.sleep(0.01)
         self.order.append(ask.owner)
+        if self.late:
+            raise DeadlineExceeded("granted, but nobody has heard")
         return Lease(ask.lease, [], [], [])
 
     async def release(self, lease: LeaseId) -> None:
+        await asyncio.sleep(self.release_s)
         if self.away:
             raise PeerLost("away")
         self.held.pop(lease, None)
@@ -56,6 +61,7 @@ async def test_a_lease_is_given_back_once_whether_early_or_at_the_end():
         assert len(directory.held) == 1
     held = a_hold(directory, room, "b", 4)
     async with held:
+        await held.give_back()
         await held.give_back()
         assert directory.held == {}
         async with a_hold(directory, room, "c", 4):
@@ -108,3 +114,39 @@ async def test_a_directory_that_is_away_at_the_end_does_not_fail_the_request():
     directory, room = CountingDirectory(4), Room()
     async with a_hold(directory, room, "a", 1):
         directory.away = True
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.005, 0.02])
+async def test_a_client_that_leaves_while_the_lease_goes_back_neither_stops_it_nor_is_lost_in_it(after_s: float):
+    directory, room = CountingDirectory(4), Room()
+    directory.release_s = 0.01
+    went_on = False
+
+    held = a_hold(directory, room, "a", 4)
+
+    async def request() -> None:
+        nonlocal went_on
+        async with held:
+            held.give_back()
+            await asyncio.sleep(0.05)
+            went_on = True
+
+    task = asyncio.create_task(request())
+    await asyncio.sleep(0.015 + after_s)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled()
+    assert not went_on
+    assert directory.held == {}
+    with pytest.raises(PoolFull):  # at once: no lease of ours is out that could make room
+        async with asyncio.timeout(1), a_hold(directory, room, "b", 5):
+            pass
+
+
+async def test_a_grant_that_came_too_late_is_given_back():
+    directory, room = CountingDirectory(4), Room()
+    directory.late = True
+    with pytest.raises(DeadlineExceeded):
+        async with a_hold(directory, room, "a", 4):
+            pass
+    assert directory.held == {}

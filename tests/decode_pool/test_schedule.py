@@ -13,8 +13,8 @@ def a_schedule(pages: int = 8, batch_max: int = 8, queue_max: int = 16) -> Sched
     return Schedule(Pages(pages), STEP, batch_max, queue_max, chunk=8)
 
 
-def a_sequence(name: str, tokens: int, tokens_max: int = 32) -> Sequence:
-    return Sequence((name, 0), list(range(tokens)), tokens_max, tokens - 1)
+def a_sequence(name: str, tokens: int) -> Sequence:
+    return Sequence((name, 0), list(range(tokens)), tokens - 1)
 
 
 def joined(schedule: Schedule, *sequences: Sequence) -> None:
@@ -115,7 +115,7 @@ def test_pages_are_conserved_and_the_oldest_always_moves_on(data: st.DataObject)
                     assert plans[0].sequence is oldest
                     assert oldest.computed > before
                 for plan in plans:
-                    if len(plan.sequence.tokens) >= plan.sequence.tokens_max:
+                    if len(plan.sequence.tokens) >= 32:
                         schedule.remove(plan.sequence.key)
             case "remove" if schedule._running:
                 schedule.remove(data.draw(st.sampled_from(sorted(schedule._running))))

@@ -128,7 +128,7 @@ async def test_full_blocks_are_offered_back_under_their_names_with_their_bytes()
         tokens, _ = await bench.decode(await bench.stored(PROMPT, 12))
         # All tokens but the last have KV: 18 + 11 = 29, seven full blocks, of which the prompt had four.
         names = block_hashes(MANIFEST.root(), [*PROMPT, *tokens[:-1]])
-        assert [block.name for block in bench.kept.blocks] == names[4:]
+        assert [block.chain for block in bench.kept.blocks] == [names[:n] for n in (5, 6, 7)]
         writer = FakeEngine(pages=8)
         await writer.step([Row([*PROMPT, *tokens[:-1]], 0, list(range(8)))])
         for page, block in enumerate(bench.kept.blocks, 4):
@@ -144,12 +144,14 @@ async def test_a_stop_token_ends_the_answer_and_is_reported():
         assert tokens == said[: said.index(stop) + 1]
 
 
-async def test_the_context_ends_an_answer_that_nothing_else_ends():
+async def test_an_answer_may_fill_the_context_and_not_go_beyond():
     prompt = [n % 50 for n in range(MANIFEST.context_tokens - 3)]
     async with a_bench() as bench:
-        tokens, ended = await bench.decode(await bench.stored(prompt, 100))
+        tokens, ended = await bench.decode(await bench.stored(prompt, 3))
         assert ended.reason is EndReason.LENGTH
         assert tokens == foretell(prompt, 3)
+        with pytest.raises(TooLong, match="257"):
+            await bench.decode(await bench.stored(prompt, 4))
 
 
 async def test_cancelling_leaves_the_batch_before_the_next_step_and_the_others_alone():

@@ -74,5 +74,11 @@ class FaultyMover:
         for _ in range(2 if number in self._faults.repeated_writes else 1):
             await self._inner.write(layer, grants, source, pages, priority)
 
+    async def write_blocks(
+        self, grants: Sequence[Grant], blocks: Sequence[npt.NDArray[np.uint8]], priority: Priority
+    ) -> None:
+        for layer, rows in enumerate(zip(*blocks, strict=True)):
+            await self.write(layer, grants, np.stack(rows), range(len(grants)), priority)
+
     async def aclose(self) -> None:
         await self._inner.aclose()

@@ -70,6 +70,21 @@ async def test_the_same_bytes_by_every_way(pool: Pool, write_by: Reach, read_by:
             assert np.array_equal(out, written[layer])
 
 
+@pytest.mark.parametrize("reach", REACHES)
+async def test_whole_blocks_are_what_their_layers_are(pool: Pool, reach: Reach) -> None:
+    lease = await a_lease(pool)
+    blocks = list(random_runs(6 * LAYOUT.layers, seed=1).reshape(6, LAYOUT.layers, -1))
+    async with Moving(pool, lease, reach) as mover:
+        await mover.write_blocks(lease.targets, blocks, Priority.WRITE_BACK)
+        for layer in range(LAYOUT.layers):
+            good, out = await load(mover, lease.targets, layer)
+            assert good == 6
+            assert np.array_equal(out, [block[layer] for block in blocks])
+        late = [replace(lease.targets[0], generation=0)]
+        with pytest.raises(Stale):
+            await mover.write_blocks(late, blocks[:1], Priority.WRITE_BACK)
+
+
 async def test_between_two_loopback_addresses(tmp_path: Path) -> None:
     async with a_pool(tmp_path, listen="tcp://127.0.0.2:0") as pool:
         lease = await a_lease(pool)
