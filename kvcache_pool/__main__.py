@@ -1,25 +1,22 @@
-"""Starts one KVCache instance: `dango kvcache`. Only here are the real collaborators put together."""
+"""`dango kvcache`: one KVCache instance, built from real parts."""
 
-import argparse
 import asyncio
 import logging
-import os
 import socket
+import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from kvcache_pool.config import KVCacheConfig
 from kvcache_pool.index import Index
 from kvcache_pool.segment import Geometry, Segment
 from kvcache_pool.service import DirectoryService, SegmentService, announce, place_of
 from protocol.cluster import Manifest
-from protocol.errors import DangoError, PeerLost
+from protocol.errors import PeerLost
 from protocol.ids import SegmentId
 from protocol.instance import Role, Work, new_incarnation, run_instance
-from protocol.process import configure_logging, run_process
+from protocol.process import run_service
 from protocol.registry import REPORT_EVERY_S, GetManifest, Heard, Load, Pool
 from protocol.rpc import Client
-from protocol.settings import SettingsError, add_flags, load_section
 from protocol.transport import Transport
 from protocol.zmq_transport import ZmqTransport
 
@@ -29,25 +26,7 @@ MANIFEST_S = 120.0
 log = logging.getLogger("dango.kvcache")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until a signal. Returns the exit code."""
-    parser = argparse.ArgumentParser("dango kvcache", description="One KVCache instance: memory for KV blocks.")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="settings in TOML; this reads [kvcache]")
-    add_flags(parser, KVCacheConfig)
-    flags = parser.parse_args(argv)
-    try:
-        config = load_section(KVCacheConfig, "kvcache", flags=flags, environ=os.environ, file=flags.config)
-    except SettingsError as error:
-        parser.error(str(error))
-    configure_logging(config.log_level)
-    try:
-        return run_process(run(config))
-    except (DangoError, OSError, ValueError) as error:
-        log.error("cannot serve: %s", error)
-        return 1
-
-
-async def run(config: KVCacheConfig) -> None:
+async def serve(config: KVCacheConfig) -> None:
     """Own the network and the memory, and serve until cancelled."""
     transport = ZmqTransport()
     try:
@@ -105,5 +84,11 @@ async def _manifest(transport: Transport, conductor: str) -> Manifest:
             await asyncio.sleep(REPORT_EVERY_S)
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    teaches = "One KVCache instance: memory for KV blocks."
+    return run_service("kvcache", KVCacheConfig, serve, teaches=teaches, argv=argv)
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())
