@@ -76,7 +76,7 @@ class BareEngine:
 async def bare_engine(setup: Setup) -> AsyncIterator[BareEngine]:
     """Load it; close it afterwards. Raises what the service's own instances would end with."""
     config = setup.prefill()
-    engine = await host_engine(setup.open(), dtype=config.dtype, pages=config.pages, threads=config.threads)
+    engine = await host_engine(setup.open(), config)
     try:
         yield BareEngine(engine, config.chunk_tokens)
     finally:

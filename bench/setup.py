@@ -37,14 +37,7 @@ class Setup:
 
     def open(self) -> Model:
         """The model, fetched at need. Raises as open_model does."""
-        config = self.prefill()
-        return open_model(
-            config.model,
-            served_as=config.model_name,
-            dtype=config.dtype,
-            block_tokens=config.block_tokens,
-            context_tokens=config.context_tokens,
-        )
+        return open_model(self.prefill())
 
 
 def default_threads() -> int:

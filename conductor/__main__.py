@@ -27,13 +27,7 @@ log = logging.getLogger("dango.conductor")
 
 async def serve(config: ConductorConfig) -> None:
     """Serve until cancelled; then refuse newcomers and let running requests end, up to `drain_s`."""
-    model = open_model(
-        config.model,
-        served_as=config.model_name,
-        dtype=config.dtype,
-        block_tokens=config.block_tokens,
-        context_tokens=config.context_tokens,
-    )
+    model = open_model(config)
     transport, metrics = ZmqTransport(), Metrics(model.manifest.model)
     view, peers, directory = View(model.manifest), Peers(transport), DirectoryLink(transport)
     registry = Registry(view, peers, directory, metrics)

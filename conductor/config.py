@@ -1,11 +1,12 @@
 """The conductor section of the configuration."""
 
 from dataclasses import dataclass
-from typing import Literal
+
+from engine.config import ModelSettings
 
 
 @dataclass(frozen=True)
-class ConductorConfig:
+class ConductorConfig(ModelSettings):
     """The Conductor: the HTTP edge, the registry, and the judgement."""
 
     host: str = "127.0.0.1"
@@ -16,21 +17,6 @@ class ConductorConfig:
 
     listen: str = "tcp://127.0.0.1:8002"
     """Address of the control port, where instances register."""
-
-    model: str = ""
-    """A GGUF file, a Hugging Face folder, or a repository id; empty means the default model."""
-
-    model_name: str = ""
-    """Name that clients use for the model; empty derives it from the model."""
-
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Element type of weights, activations and KV."""
-
-    block_tokens: int = 16
-    """Tokens in one KV block; the same for the whole cluster."""
-
-    context_tokens: int = 0
-    """Longest prompt plus output; 0 takes what the model was made for."""
 
     in_flight_max: int = 256
     """Most requests served at once; further ones are refused with 429."""
@@ -47,15 +33,9 @@ class ConductorConfig:
     balancing_threshold: float = 2.0
     """A prefix elsewhere is fetched when it is this many times longer than the instance's own."""
 
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe log that is written."""
-
     def __post_init__(self) -> None:
-        for name in ("block_tokens", "in_flight_max", "request_s", "keep_alive_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be more than 0, not {getattr(self, name)}")
-        for name in ("context_tokens", "drain_s"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
+        super().__post_init__()
+        self._require_positive("in_flight_max", "request_s", "keep_alive_s")
+        self._require_not_negative("drain_s")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be from 0 to 65535, not {self.port}")

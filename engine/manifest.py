@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from engine.checkpoint import Checkpoint, open_checkpoint
+from engine.config import ModelSettings
 from engine.fetch import model_name, resolve_model
 from engine.tokenizer import Tokenizer, open_tokenizer
 from protocol.blocks import BlockLayout
@@ -51,19 +52,19 @@ class Model:
     manifest: Manifest
 
 
-def open_model(model: str, *, served_as: str, dtype: str, block_tokens: int, context_tokens: int) -> Model:
-    """Find `model` (empty: the default, fetched at need) and open it; `served_as` empty derives the name.
+def open_model(settings: ModelSettings) -> Model:
+    """Find the model, fetched at need if it is the default one, and open it.
 
     Raises ModelNotFound, UnsupportedModel or ValueError, each with a sentence for a person.
     """
-    path = resolve_model(model or None)
+    path = resolve_model(settings.model or None)
     checkpoint, tokenizer = open_checkpoint(path), open_tokenizer(path)
     manifest = manifest_of(
         checkpoint,
         tokenizer,
-        model=served_as or model_name(model or path),
-        dtype=dtype,
-        block_tokens=block_tokens,
-        context_tokens=context_tokens,
+        model=settings.model_name or model_name(settings.model or path),
+        dtype=settings.dtype,
+        block_tokens=settings.block_tokens,
+        context_tokens=settings.context_tokens,
     )
     return Model(checkpoint, tokenizer, manifest)

@@ -18,15 +18,9 @@ from protocol.zmq_transport import ZmqTransport
 
 async def serve(config: PrefillConfig) -> None:
     """Load the model, then serve until cancelled."""
-    model = open_model(
-        config.model,
-        served_as=config.model_name,
-        dtype=config.dtype,
-        block_tokens=config.block_tokens,
-        context_tokens=config.context_tokens,
-    )
+    model = open_model(config)
     host = config.host or socket.gethostname()
-    engine = await host_engine(model, dtype=config.dtype, pages=config.pages, threads=config.threads)
+    engine = await host_engine(model, config)
     transport = ZmqTransport()
     mover, directory = PoolMover(transport, host, Reach(config.transport)), DirectoryLink(transport)
     service = PrefillService(engine, mover, directory, config)
