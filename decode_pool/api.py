@@ -46,7 +46,6 @@ class Joined(Message):
 
     queue_s: float
     load_s: float
-    loaded_tokens: int
 
 
 class Token(Message):
@@ -59,5 +58,3 @@ class Ended(Message):
     """The last item of the stream."""
 
     reason: EndReason
-    step_s: float
-    """Mean time of the steps that the request was part of."""

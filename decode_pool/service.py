@@ -13,6 +13,7 @@ from decode_pool.schedule import Key, Plan, Schedule, Sequence
 from decode_pool.writeback import Block, WriteBack
 from engine.api import Draw, EndReason, Engine, Row, Sampled
 from engine.ending import end_of
+from engine.pace import Pace
 from engine.paging import Pages, pages_for
 from kvcache_pool.api import Mover, Priority
 from protocol.blocks import HashRoot, extend_hashes
@@ -22,9 +23,6 @@ from protocol.ids import BlockHash
 from protocol.message import Message
 from protocol.registry import Load
 from protocol.rpc import Ask, Handler, handler
-
-RATE_DECAY = 0.8
-"""Weight of the past in the moving mean of a step's time: about five steps of memory."""
 
 log = logging.getLogger("dango.decode")
 
@@ -42,8 +40,6 @@ class Stream:
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
     output: list[int] = field(default_factory=list)
     ended: EndReason | None = None
-    steps: int = 0
-    step_s: float = 0.0
 
 
 class DecodeService:
@@ -64,8 +60,7 @@ class DecodeService:
         self._streams: dict[Key, Stream] = {}
         self._work = asyncio.Event()
         self._between_steps = asyncio.Lock()
-        self._steps = 0
-        self._step_s = 0.0
+        self._pace = Pace()
         self._step_began: float | None = None
 
     def handlers(self) -> Mapping[type[Message], Handler]:
@@ -86,7 +81,7 @@ class DecodeService:
                     raise item
                 await ask.send(Token(item))
             assert stream.ended is not None
-            return Ended(stream.ended, stream.step_s / max(stream.steps, 1))
+            return Ended(stream.ended)
         finally:
             await asyncio.shield(self._retire(stream))
 
@@ -113,10 +108,10 @@ class DecodeService:
             blocks_total=self._pages.total,
             blocks_free=self._pages.free,
             blocks_pending=self._schedule.pages_loading,
-            steps=self._steps,
+            steps=self._pace.steps,
             step_age_s=0.0 if self._step_began is None else now - self._step_began,
-            step_s=self._step_s,
-            tokens_s=0.0 if self._step_s == 0 else self._schedule.running / self._step_s,
+            step_s=self._pace.step_s,
+            tokens_s=self._pace.tokens_s,
             preempted=self._schedule.preempted,
         )
 
@@ -160,9 +155,8 @@ class DecodeService:
             good = await self._mover.read(layer, sources[:good], self._engine.runs(layer), pages, Priority.LOAD)
         if good < len(sources):
             log.warning("recomputing from block %d", good, extra={"request": stream.message.request})
-        loaded = min(good * self._step_tokens, sequence.stored)
-        self._join(stream, loaded)
-        return Joined(admitted - came, clock() - admitted, loaded)
+        self._join(stream, min(good * self._step_tokens, sequence.stored))
+        return Joined(admitted - came, clock() - admitted)
 
     def _join(self, stream: Stream, computed: int) -> None:
         self._schedule.join(stream.sequence, computed)
@@ -201,9 +195,9 @@ class DecodeService:
             return
         finally:
             self._step_began = None
-        self._count(clock() - began)
+        self._pace.count(sum(plan.draws for plan in plans), clock() - began)
         for plan, samples in zip(plans, drawn, strict=True):
-            self._apply(plan, samples[0] if plan.draws else None, clock() - began)
+            self._apply(plan, samples[0] if plan.draws else None)
 
     def _row(self, plan: Plan) -> Row:
         sequence, stream = plan.sequence, self._streams[plan.sequence.key]
@@ -211,9 +205,8 @@ class DecodeService:
         tokens = sequence.tokens[plan.start : plan.end]
         return Row(tokens, plan.start, sequence.pages, [draw] if plan.draws else [])
 
-    def _apply(self, plan: Plan, sampled: Sampled | None, seconds: float) -> None:
+    def _apply(self, plan: Plan, sampled: Sampled | None) -> None:
         stream = self._streams[plan.sequence.key]
-        stream.steps, stream.step_s = stream.steps + 1, stream.step_s + seconds
         self._schedule.advance(plan, None if sampled is None else sampled.token)
         self._write_back(stream, plan)
         if sampled is None:
@@ -239,8 +232,3 @@ class DecodeService:
         layers = range(self._engine.layout.layers)
         runs = np.stack([self._engine.runs(layer)[page : page + 1] for layer in layers])
         self._writeback.offer(Block(stream.message.request, list(stream.names), runs))
-
-    def _count(self, seconds: float) -> None:
-        self._steps += 1
-        past = RATE_DECAY if self._steps > 1 else 0.0
-        self._step_s = past * self._step_s + (1 - past) * seconds

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Mapping
 
 from engine.api import Engine
+from engine.pace import Pace
 from engine.paging import Pages, pages_for
 from kvcache_pool.api import DirectoryLink, Grant, Mover
 from prefill_pool.api import Prefill, PrefillBusy, Prefilled
@@ -17,9 +18,6 @@ from protocol.message import Message
 from protocol.registry import Load
 from protocol.rpc import Ask, Handler, handler
 from protocol.tasks import together
-
-RATE_DECAY = 0.8
-"""Weight of the past in the moving means of a step's time and rate: about five steps of memory."""
 
 log = logging.getLogger("dango.prefill")
 
@@ -36,9 +34,7 @@ class PrefillService:
         self._schedule = Schedule(self._pages, step, config.chunk_tokens, config.queue_max)
         self._jobs: dict[RequestId, Job] = {}
         self._work = asyncio.Event()
-        self._steps = 0
-        self._step_s = 0.0
-        self._tokens_s = 0.0
+        self._pace = Pace()
         self._step_began: float | None = None
 
     def handlers(self) -> Mapping[type[Message], Handler]:
@@ -80,10 +76,10 @@ class PrefillService:
             waiting_tokens=self._schedule.tokens_left,
             blocks_total=self._pages.total,
             blocks_free=self._pages.free,
-            steps=self._steps,
+            steps=self._pace.steps,
             step_age_s=0.0 if self._step_began is None else now - self._step_began,
-            step_s=self._step_s,
-            tokens_s=self._tokens_s,
+            step_s=self._pace.step_s,
+            tokens_s=self._pace.tokens_s,
         )
 
     def check(self) -> None:
@@ -116,7 +112,7 @@ class PrefillService:
         else:
             if not job.stopped:
                 self._schedule.advance(chunk)
-                self._count(chunk.end - chunk.start, clock() - began)
+                self._pace.count(chunk.end - chunk.start, clock() - began)
         finally:
             self._step_began = None
             job.idle.set()
@@ -133,12 +129,6 @@ class PrefillService:
     def _begin(self) -> None:
         for prompt in self._schedule.start():
             self._jobs[prompt.request].started.set()
-
-    def _count(self, tokens: int, seconds: float) -> None:
-        self._steps += 1
-        past = RATE_DECAY if self._steps > 1 else 0.0
-        self._step_s = past * self._step_s + (1 - past) * seconds
-        self._tokens_s = past * self._tokens_s + (1 - past) * tokens / max(seconds, 1e-9)
 
     def _tokens_of(self, grants: list[Grant]) -> int:
         return len(grants) * self._engine.layout.block_tokens
