@@ -17,16 +17,6 @@ class Delta:
     """A stop string has been met: the text ends here, before it."""
 
 
-@dataclass(frozen=True)
-class TokenText:
-    """A token on its own, as logprobs show it."""
-
-    text: str
-    """U+FFFD where the token holds only a part of a character."""
-    bytes: list[int]
-    """Its part of the answer's UTF-8: those of all tokens, joined, are the answer's."""
-
-
 class TextAssembler:
     """One choice's text, from its tokens.
 
@@ -83,13 +73,6 @@ class TextAssembler:
             return ""
         self._finished = True
         return text[: self._match(text)]
-
-    def token_text(self, token: int) -> TokenText:
-        """One token by itself, the same at any time. A control token that is left out has a text but no bytes."""
-        return TokenText(
-            self._token_bytes(token).decode("utf-8", errors="replace"),
-            list(self._visible(token)),
-        )
 
     def _visible(self, token: int) -> bytes:
         return b"" if self._skip_special and self._is_special(token) else self._token_bytes(token)

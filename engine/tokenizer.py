@@ -56,11 +56,6 @@ class Tokenizer:
         """How many ids there are; the model's own output may be padded to more."""
         return len(self._bytes)
 
-    @property
-    def has_template(self) -> bool:
-        """Whether `chat` can work."""
-        return self._template is not None
-
     def encode(self, text: str, *, special: bool) -> list[int]:
         """The ids of `text`, after the start token where the model wants one; it is never there twice.
 

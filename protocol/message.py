@@ -42,14 +42,6 @@ def pack(message: Message) -> bytes:
     return msgpack.packb(_plain(message), use_bin_type=True)  # type: ignore[no-any-return]
 
 
-def unpack(tag: str, data: bytes | memoryview) -> Message:
-    """The message that `tag` and `data` spell. Raises BadMessage."""
-    kind = Message.tags.get(tag)
-    if kind is None:
-        raise BadMessage(f"unknown message {tag[:64]!r}")
-    return build(kind, unpack_plain(data))
-
-
 def unpack_plain(data: bytes | memoryview) -> Any:
     """Any msgpack value within the size limit. Raises BadMessage."""
     if len(data) > MESSAGE_BYTES_MAX:

@@ -167,15 +167,6 @@ def test_no_stop_string_begins_before_the_minimum():
     assert texts.push(4) == Delta("", True)
 
 
-def test_token_bytes_rebuild_the_answer():
-    """B20."""
-    texts = assembler()
-    tokens = [0, 1, 2, END]
-    entries = [texts.token_text(token) for token in tokens]
-    assert [entry.text for entry in entries] == ["n\ufffd", "\ufffd", "a", "<end>"]
-    assert bytes(byte for entry in entries for byte in entry.bytes).decode() == run(texts, tokens)[0] == "néa"
-
-
 def tiny() -> Tokenizer:
     return Tokenizer(TokenizerSource(tiny_tokenizer(), None, frozenset(), None, {}))
 

@@ -211,7 +211,6 @@ def test_a_spelling_as_text_is_merged_like_any_text():
 
 def test_a_model_without_a_template_has_no_chat():
     tokenizer = Tokenizer(a_source(template=None))
-    assert not tokenizer.has_template
     with pytest.raises(NoChatTemplate, match="no chat template"):
         tokenizer.chat([user("x")])
     with pytest.raises(TemplateError):

@@ -185,9 +185,10 @@ def test_the_start_token_of_a_folder(tmp_path: Path):
 
 def test_templates_of_a_folder(tmp_path: Path):
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "a"}]
-    assert open_tokenizer(a_folder(tmp_path, tokenizer_config={"chat_template": named})).has_template
-    folder = a_folder(tmp_path, chat_template="b")
-    assert open_tokenizer(folder).decode(open_tokenizer(folder).chat([])) == "b"
+    tokenizer = open_tokenizer(a_folder(tmp_path, tokenizer_config={"chat_template": named}))
+    assert tokenizer.decode(tokenizer.chat([])) == "a"
+    tokenizer = open_tokenizer(a_folder(tmp_path, chat_template="b"))
+    assert tokenizer.decode(tokenizer.chat([])) == "b"
 
 
 def test_unreadable_folders_are_refused(tmp_path: Path):

@@ -8,7 +8,7 @@ import pytest
 from protocol.blocks import BlockLayout
 from protocol.cluster import PROTOCOL_VERSION, Manifest, Mismatch
 from protocol.errors import RemoteError
-from protocol.message import pack, unpack
+from protocol.message import build, pack, unpack_plain
 
 MANIFEST = Manifest(
     model="tiny",
@@ -56,8 +56,7 @@ def test_every_field_of_the_manifest_is_compared() -> None:
 
 
 def test_equal_manifests_pass_and_survive_the_wire() -> None:
-    again = unpack("Manifest", pack(MANIFEST))
-    assert isinstance(again, Manifest)
+    again = build(Manifest, unpack_plain(pack(MANIFEST)))
     MANIFEST.require_equal(again)
 
 

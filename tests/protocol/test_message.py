@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import BadMessage
 from protocol.ids import BlockHash
-from protocol.message import MESSAGE_BYTES_MAX, Message, build, pack, unpack
+from protocol.message import MESSAGE_BYTES_MAX, Message, build, pack, unpack_plain
 
 
 class Colour(Enum):
@@ -85,7 +85,7 @@ PLAIN: dict[str, Any] = {
 
 @given(samples)
 def test_what_is_packed_is_unpacked(sample: Sample) -> None:
-    again = unpack("Sample", pack(sample))
+    again = build(Sample, unpack_plain(pack(sample)))
     assert again == sample
     assert pack(again) == pack(sample)
 
@@ -143,13 +143,13 @@ def test_whole_numbers_are_good_floats() -> None:
 
 def test_what_the_class_itself_refuses_is_a_bad_message() -> None:
     with pytest.raises(BadMessage, match="count must be positive, not 0"):
-        unpack("Positive", msgpack.packb({"count": 0}))
+        build(Positive, unpack_plain(msgpack.packb({"count": 0})))
 
 
 @given(st.binary(max_size=200))
 def test_garbage_is_a_bad_message_or_no_sample(data: bytes) -> None:
     with pytest.raises(BadMessage):
-        unpack("Sample", data)
+        build(Sample, unpack_plain(data))
 
 
 @pytest.mark.parametrize(
@@ -173,18 +173,12 @@ def test_garbage_is_a_bad_message_or_no_sample(data: bytes) -> None:
 )
 def test_hostile_bytes_are_a_bad_message(data: bytes) -> None:
     with pytest.raises(BadMessage):
-        unpack("Sample", data)
-
-
-def test_an_unknown_tag_is_refused_and_a_long_one_not_repeated() -> None:
-    with pytest.raises(BadMessage) as caught:
-        unpack("Nope" * 1000, b"\x80")
-    assert len(str(caught.value)) < 100
+        build(Sample, unpack_plain(data))
 
 
 def test_oversize_is_refused_unread() -> None:
     with pytest.raises(BadMessage, match=str(MESSAGE_BYTES_MAX)):
-        unpack("Sample", bytes(MESSAGE_BYTES_MAX + 1))
+        build(Sample, unpack_plain(bytes(MESSAGE_BYTES_MAX + 1)))
 
 
 def test_messages_are_frozen() -> None:
