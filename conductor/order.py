@@ -1,4 +1,4 @@
-"""From a body's bytes to prompts in tokens: all that is decided about a request before anyone serves it. Pure."""
+"""From a body's bytes to prompts in tokens: all that is decided about a request before anyone serves it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
