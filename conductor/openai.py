@@ -29,6 +29,9 @@ SALT_CHARS_MAX = 256
 UNKNOWN_NAMES_MAX = 256
 """So many unknown fields are logged, each once: a client must not fill the log, nor our memory."""
 
+REPETITION_PENALTY_MIN = 0.01
+"""Logits are divided by it: near 0 they would overflow to infinity."""
+
 Count = Annotated[int, Field(ge=0, le=INT_MAX)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 StopString = Annotated[StrictStr, Field(min_length=1, max_length=STOP_CHARS_MAX)]
@@ -73,7 +76,7 @@ class Common(BaseModel):
     seed: Annotated[int, Field(ge=-INT_MAX - 1, le=INT_MAX)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=REPETITION_PENALTY_MIN, le=100.0)] | None = None
     stop: Annotated[list[StopString], BeforeValidator(_stop_list), Field(max_length=STOPS_MAX)] = []
     stop_token_ids: Annotated[list[TokenId], Field(max_length=STOP_TOKENS_MAX)] | None = None
     ignore_eos: bool | None = None

@@ -103,7 +103,7 @@ RANGES: list[tuple[str, list[Any], list[Any]]] = [
     ("min_p", [0, 1], [-0.1, 1.1]),
     ("presence_penalty", [-2, 2], [-2.1, 2.1]),
     ("frequency_penalty", [-2, 2], [-2.1, 2.1]),
-    ("repetition_penalty", [0.1, 1.5], [0, -1]),
+    ("repetition_penalty", [0.01, 1.5, 100], [0, -1, 1e-320, 0.009, 101]),
     ("n", [1, 128], [0, -1, 129]),
     ("seed", [-(2**63), 2**63 - 1], [2**63, "x"]),
     ("max_tokens", [1, 10**9], [0, -1, 2**63]),
