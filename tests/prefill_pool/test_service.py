@@ -51,8 +51,8 @@ class FixedLink(DirectoryLink):
 class Bench:
     """One instance and what it stands on."""
 
-    def __init__(self, engine: FakeEngine, queue_max: int = 4) -> None:
-        self.engine, self.mover, self.directory = engine, MemoryMover(), NoDirectory()
+    def __init__(self, engine: FakeEngine, mover: MemoryMover, queue_max: int) -> None:
+        self.engine, self.mover, self.directory = engine, mover, NoDirectory()
         config = PrefillConfig(block_tokens=4, chunk_tokens=8, queue_max=queue_max)
         self.service = PrefillService(engine, self.mover, FixedLink(self.directory), config)
 
@@ -63,8 +63,10 @@ class Bench:
 
 
 @asynccontextmanager
-async def a_bench(engine: FakeEngine | None = None, queue_max: int = 4) -> AsyncIterator[Bench]:
-    bench = Bench(engine or FakeEngine(), queue_max)
+async def a_bench(
+    engine: FakeEngine | None = None, mover: MemoryMover | None = None, queue_max: int = 4
+) -> AsyncIterator[Bench]:
+    bench = Bench(engine or FakeEngine(), mover or MemoryMover(), queue_max)
     steps = asyncio.create_task(bench.service.step_forever())
     yield bench
     steps.cancel()
@@ -124,11 +126,8 @@ async def test_a_layer_waits_for_its_own_prefix_however_late_it_lands():
             await asyncio.sleep(0.05 if layer in (0, LAYOUT.layers - 1) else 0.0)
             return await super().read(layer, grants, out, pages, priority)
 
-    async with a_bench() as bench:
+    async with a_bench(mover=Slow()) as bench:
         await bench.prefill(a_prefill(PROMPT))
-        slow = Slow()
-        slow.runs = bench.mover.runs
-        bench.service._mover = slow
         assert await bench.prefill(a_prefill(PROMPT, reuse=4)) == foretell(PROMPT, 1)
 
 
