@@ -91,15 +91,25 @@ class Fleet:
     async def _down(self) -> None:
         """Conductor first, then all others at once. A second signal cuts all waiting short."""
         files = {file for instance in self._instances if instance.pid for file in shm_files(instance.pid)}
+        try:
+            await self._stop_all()
+        finally:
+            remove_shm(files)  # of those that were killed; the others have removed their own
+
+    async def _stop_all(self) -> None:
+        """Raises TimeoutError if a process outlives even SIGKILL."""
         order = asyncio.create_task(self._stop_in_order())
         again = asyncio.create_task(self._asked_again.wait())
-        await asyncio.wait((order, again), return_when=asyncio.FIRST_COMPLETED)
-        if again.done():
-            order.cancel()
-            await asyncio.gather(*(instance.kill() for instance in self._instances))
-        again.cancel()
-        await asyncio.gather(order, again, return_exceptions=True)
-        remove_shm(files)  # of those that were killed; the others have removed their own
+        try:
+            await asyncio.wait((order, again), return_when=asyncio.FIRST_COMPLETED)
+            if again.done():
+                order.cancel()
+                await asyncio.gather(*(instance.kill() for instance in self._instances))
+            else:
+                order.result()
+        finally:
+            again.cancel()
+            await asyncio.gather(order, again, return_exceptions=True)
 
     async def _stop_in_order(self) -> None:
         conductor, *others = self._instances

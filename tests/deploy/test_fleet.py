@@ -4,13 +4,14 @@ import asyncio
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 
 import psutil
 import pytest
 
 from deploy.fleet import Fleet, NotReady
 from deploy.instance import Command, Died, Instance
-from deploy.runtime import base_url, claim_port
+from deploy.runtime import base_url, claim_port, remove_shm
 from tests.deploy.told import Told
 
 CONDUCTOR = """
@@ -52,6 +53,30 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print({UP!r}, flush=True)
 time.sleep(60)
 """
+
+
+HOLDER = f"""
+import mmap, os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with open(f'/dev/shm/dango-test-{{os.getpid()}}', 'w+b') as file:
+    file.truncate(4096)
+    memory = mmap.mmap(file.fileno(), 4096)
+print({UP!r}, flush=True)
+time.sleep(60)
+"""
+
+
+def in_shm() -> set[Path]:
+    """What HOLDERs have left."""
+    return set(Path("/dev/shm").glob("dango-test-*"))
+
+
+class Unsure(Instance):
+    """It is killed, but the kernel takes too long to say so."""
+
+    async def kill(self) -> None:
+        await super().kill()
+        raise TimeoutError
 
 
 class Scene:
@@ -117,6 +142,26 @@ async def test_a_second_signal_kills_at_once() -> None:
         os.kill(os.getpid(), signal.SIGINT)
     assert loop.time() - asked < 5
     assert scene.running() == []
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+async def test_shared_memory_goes_even_if_the_end_of_its_owner_is_not_seen(signals: int) -> None:
+    scene = Scene([HOLDER], stop_s=0.5)
+    scene.instances[1] = Unsure(scene.instances[1].command, scene.told)
+    run = asyncio.create_task(scene.run())
+    await scene.ready.wait()
+    await scene.told.ups(1)
+    file = Path(f"/dev/shm/dango-test-{scene.instances[1].pid}")
+    try:
+        assert file in in_shm()
+        for _ in range(signals):
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.1)
+        with pytest.raises(TimeoutError):
+            await run
+        assert file not in in_shm()
+    finally:
+        remove_shm({file})
 
 
 async def test_what_is_missing_is_told_when_the_time_is_over() -> None:
