@@ -79,6 +79,8 @@ class Cluster:
     services: dict[str, PrefillService | DecodeService] = field(default_factory=dict)
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     movers: dict[str, Mover] = field(default_factory=dict)
+    heard: dict[str, asyncio.Event] = field(default_factory=dict)
+    """Set once a decode instance knows the directory; until then it drops what it would write back."""
 
     async def serve(self, ask: Ask, reply: Listener | None = None) -> Listener:
         reply = reply or Listener()
@@ -136,12 +138,14 @@ class Cluster:
     def start_decode(self, name: str, engine: FakeEngine | None = None, mover: Mover | None = None) -> None:
         engine = engine or FakeEngine()
         mover, directory = mover or self._mover(), DirectoryLink(self.transport)
-        back = WriteBack(mover, directory)
+        back, known = WriteBack(mover, directory), self.heard.setdefault(name, asyncio.Event())
         service = DecodeService(engine, mover, back, MANIFEST, DecodeConfig())
 
         async def heard(news: Heard) -> None:
             back.near = None if news.home is None else SegmentId(news.home)
             await directory.follow(news.directory)
+            if news.directory is not None:
+                known.set()
 
         self._start(name, Pool.DECODE, engine, service, mover, directory, heard, [back.run])
 

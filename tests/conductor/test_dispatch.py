@@ -30,6 +30,7 @@ def overwrite_first_runs(segment: Path) -> None:
 @pytest.mark.parametrize("reach", [Reach.SHM, Reach.TCP])
 async def test_cold_warm_and_the_next_turn(reach: Reach):
     async with a_cluster(reach=reach) as cluster:
+        await cluster.heard["decode-0"].wait()
         cold = await cluster.serve(an_ask(PROMPT, 12))
         assert cold.tokens[0] == foretell(PROMPT, 12)
         assert cold.ended == {0: EndReason.LENGTH}
