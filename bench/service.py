@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 import signal
 import socket
 import sys
@@ -78,10 +79,11 @@ async def running(setup: Setup) -> AsyncIterator[Service]:
 
 
 def serve_command(setup: Setup, port: int) -> list[str]:
-    """What is started."""
+    """What is started, on a leash: the service must not outlive us, however we end."""
     flags = ["--port", str(port), "--threads", str(setup.threads)]
     flags += ["--dtype", setup.dtype] if setup.dtype else []
-    return [sys.executable, "-m", "deploy.cli", "serve", *([setup.model] if setup.model else []), *flags]
+    leash = ["-m", "deploy.leash", str(os.getpid())]
+    return [sys.executable, *leash, "-m", "deploy.cli", "serve", *([setup.model] if setup.model else []), *flags]
 
 
 async def _until_ready(process: Process, url: str) -> None:

@@ -1,6 +1,7 @@
-"""The command: all benchmarks on real processes with a tiny model, where only the figures are made small."""
+"""The command: each benchmark on real processes, with a tiny model."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,43 +9,74 @@ from typing import Any
 
 import pytest
 
-from bench.__main__ import main
+from bench.__main__ import QUIET_THREADS, main
 from tests.tiny import VOCAB, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def bench(*arguments: str, timeout: float = 110) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), max_position_embeddings=8192)
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "bench", *arguments]
-    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        argv, cwd=ROOT, env=os.environ | QUIET_THREADS, capture_output=True, text=True, timeout=100
+    )
 
 
-def row(reports: list[dict[str, Any]], benchmark: str, name: str) -> dict[str, Any]:
-    report = next(report for report in reports if report["benchmark"] == benchmark)
-    return next(row for row in report["rows"] if row["name"].startswith(name))
+def measured(model: Path, folder: Path, name: str, *more: str) -> dict[str, dict[str, Any]]:
+    """The rows of one benchmark by name, as they were written down. The same are shown."""
+    file = folder / "figures.json"
+    done = bench(name, "--model", str(model), "--runs", "1", "--json", str(file), *more)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    [report] = json.loads(file.read_text())
+    assert report["benchmark"] == name
+    assert {"command", "seed", "threads", "processor", "torch", "load average"} <= report["about"].keys()
+    assert all(row["name"].strip() in done.stdout for row in report["rows"])
+    return {row["name"]: row for row in report["rows"]}
 
 
 @pytest.mark.cluster
-def test_all_benchmarks_measure_and_are_written_down(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model", max_position_embeddings=8192)
-    file = tmp_path / "figures.json"
-    small = ["--requests", "4", "--streams", "2", "--prompt-tokens", "64", "--vocab", str(VOCAB)]
-    done = bench("all", "--model", str(model), "--runs", "1", "--json", str(file), *small)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    reports = json.loads(file.read_text())
-    assert [report["benchmark"] for report in reports] == ["start", "tax", "reuse", "overlap", "load"]
-    assert row(reports, "reuse", "cached tokens")["measured"]["median"] == 2992
-    assert row(reports, "load", "requests answered")["measured"]["median"] == 4
-    assert row(reports, "load", "requests failed")["measured"]["median"] == 0
-    for name in ("TTFT, 512", "TTFT, 2,048", "TPOT, 1", "TPOT, 8"):
-        measured = row(reports, "tax", name)
-        assert measured["ratio"] > 0
-        assert measured["limit"] == 1.15
-        assert name in done.stdout
-    assert row(reports, "overlap", "visible store")["against"]["median"] > 0
-    assert 0 < row(reports, "start", "memory after 7,000")["measured"]["median"] < 3
-    assert {"command", "seed", "threads", "processor", "torch", "load average"} <= reports[0]["about"].keys()
+def test_the_tax_is_a_ratio_of_the_service_and_its_engine(model: Path, tmp_path: Path) -> None:
+    rows = measured(model, tmp_path, "tax")
+    assert list(rows) == ["TTFT, 512 tokens", "TTFT, 2,048 tokens", "TPOT, 1 streams", "TPOT, 8 streams"]
+    assert all(row["ratio"] > 0 and row["limit"] == 1.15 for row in rows.values())
+
+
+@pytest.mark.cluster
+def test_a_warm_prefix_is_reused_in_whole_blocks(model: Path, tmp_path: Path) -> None:
+    rows = measured(model, tmp_path, "reuse")
+    assert rows["cached tokens of 3,064"]["measured"]["median"] == 2992
+    assert rows["TTFT, warm against cold"]["ratio"] < 1
+
+
+@pytest.mark.cluster
+def test_storing_is_measured_on_both_sides(model: Path, tmp_path: Path) -> None:
+    row = measured(model, tmp_path, "overlap")["visible store, 2,048 tokens"]
+    assert row["measured"]["median"] > 0
+    assert row["against"]["median"] > 0
+
+
+@pytest.mark.cluster
+def test_the_start_and_the_memory_of_every_process_are_measured(model: Path, tmp_path: Path) -> None:
+    rows = measured(model, tmp_path, "start")
+    assert 0 < rows["start to ready"]["measured"]["median"] < 100
+    parts = [row["measured"]["median"] for name, row in rows.items() if "of that" in name]
+    assert len(parts) == 5
+    assert sum(parts) == pytest.approx(rows["memory after 7,000 tokens more"]["measured"]["median"], rel=0.1)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("loop", [("--streams", "2"), ("--rate", "20")], ids=["closed", "open"])
+def test_load_is_answered(model: Path, tmp_path: Path, loop: tuple[str, str]) -> None:
+    small = ["--requests", "4", "--prompt-tokens", "64", "--vocab", str(VOCAB)]
+    rows = measured(model, tmp_path, "load", *small, *loop)
+    assert rows["requests answered"]["measured"]["median"] == 4
+    assert rows["requests failed"]["measured"]["median"] == 0
 
 
 def test_the_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:

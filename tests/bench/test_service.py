@@ -1,5 +1,7 @@
 """How a service is started for measuring."""
 
+import os
+
 import pytest
 
 from bench.service import NotStarted, _name_of, running, serve_command
@@ -7,20 +9,10 @@ from bench.setup import Setup
 
 
 def test_the_service_is_started_with_what_is_measured_and_no_more() -> None:
-    assert serve_command(Setup(), 8000)[1:] == ["-m", "deploy.cli", "serve", "--port", "8000", "--threads", "1"]
+    leash = ["-m", "deploy.leash", str(os.getpid()), "-m", "deploy.cli", "serve"]
+    assert serve_command(Setup(), 8000)[1:] == [*leash, "--port", "8000", "--threads", "1"]
     command = serve_command(Setup(model="m.gguf", dtype="float32", threads=3), 9000)
-    assert command[1:] == [
-        "-m",
-        "deploy.cli",
-        "serve",
-        "m.gguf",
-        "--port",
-        "9000",
-        "--threads",
-        "3",
-        "--dtype",
-        "float32",
-    ]
+    assert command[1:] == [*leash, "m.gguf", "--port", "9000", "--threads", "3", "--dtype", "float32"]
 
 
 def test_processes_are_named_by_their_instance() -> None:
