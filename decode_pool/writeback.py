@@ -62,16 +62,13 @@ class WriteBack:
                 log.info("a block was not written back: %s", error, extra={"request": block.request})
 
     async def _write(self, block: Block) -> None:
-        """Lease the whole chain, so that a prefix never counts as used less recently than what follows it."""
         directory, chain = self._directory.get(), block.chain
-        ask = Acquire(new_lease(), block.request, chain, reuse=len(chain), unnamed=0, near=self.near)
+        ask = Acquire(new_lease(), block.request, blocks=[], reuse=0, unnamed=1, near=self.near)
         try:
             lease = await directory.acquire(ask)
-            if len(lease.targets) != 1:
-                return  # it is there already, or its prefix is not: it could never be found
             self._mover.know(lease.places)
             await self._mover.write_blocks(lease.targets, [block.runs[:, 0]], Priority.WRITE_BACK)
             await directory.commit(lease.lease, [0], [chain[-1]])
         finally:
             with contextlib.suppress(DangoError):  # it then ends by itself; a cancellation must go on
-                await asyncio.shield(directory.release(ask.lease))
+                await asyncio.shield(directory.release(ask.lease, chain[:-1]))

@@ -108,7 +108,7 @@ class TorchEngine:
         if min(row.pages) < 0 or max(row.pages) >= self.pages:
             raise ValueError(f"a page is outside the engine's {self.pages}")
         for draw in row.draws:
-            said = (*draw.sampling.stop_tokens, *draw.output)
+            said = (*draw.sampling.stop_tokens, *draw.output[-1:])  # the others were the last once
             if any(not 0 <= token < vocab for token in said):
                 raise ValueError(f"a stop or output token is outside the vocabulary of {vocab}")
 

@@ -15,6 +15,7 @@ first commit gets the name, the others' copies stay private to their lease and g
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import field
 from enum import Enum
 from typing import Protocol
 
@@ -178,6 +179,9 @@ class Release(Message):
     """End a lease: committed blocks stay cached, the others are freed. Answered by Done, also if it is gone."""
 
     lease: LeaseId
+    prefix: list[BlockHash] = field(default_factory=list)
+    """What comes before the lease's blocks, in order: it counts as used now too, and as used after them, so
+    that the end of a chain is evicted before its beginning."""
 
 
 class Discard(Message):
@@ -331,9 +335,9 @@ class Directory:
         """Extend a lease by LEASE_S from now. Raises LeaseLost."""
         await self._client.call(Renew(lease), Done, within_s=DIRECTORY_S)
 
-    async def release(self, lease: LeaseId) -> None:
-        """End a lease; ending one that is gone is no error."""
-        await self._client.call(Release(lease), Done, within_s=DIRECTORY_S)
+    async def release(self, lease: LeaseId, prefix: Sequence[BlockHash] = ()) -> None:
+        """End a lease; ending one that is gone is no error. `prefix` counts as used now."""
+        await self._client.call(Release(lease, list(prefix)), Done, within_s=DIRECTORY_S)
 
     async def discard(self, grants: list[Grant]) -> None:
         """Forget blocks that could not be read as they were written."""

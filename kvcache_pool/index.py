@@ -9,7 +9,7 @@ and it was committed. A block that a lease names is neither evicted nor given to
 has a generation of its own, greater than all before. All costs are O(blocks in the request).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvcache_pool.api import Acquire, Found, Grant, Lease, LeaseLost, Place, PoolFull, Stats
 from kvcache_pool.leases import QUARANTINE_S, Claim, Leases
@@ -185,6 +185,13 @@ class Index:
         claim = self._leases.end(lease)
         if claim is not None:
             self._let_go(claim.blocks)
+
+    def touch(self, prefix: Sequence[BlockHash]) -> None:
+        """Count these blocks, in the order of a prompt, as used just now; the first of them last."""
+        for name in reversed(prefix):
+            for block in self._replicas.get(name, {}).values():
+                if block.leases == 0:
+                    block.home.idle.touch(block)
 
     def expire(self, now: float) -> list[Claim]:
         """End the leases whose time is over; returns them. What was reserved for them is quarantined first."""

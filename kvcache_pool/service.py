@@ -127,6 +127,7 @@ class DirectoryService:
 
     async def _release(self, message: Release, _: Ask) -> Done:
         self._index.release(message.lease)
+        self._index.touch(message.prefix)
         return Done()
 
     async def _discard(self, message: Discard, _: Ask) -> Done:

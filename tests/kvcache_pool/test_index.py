@@ -12,6 +12,22 @@ from protocol.ids import Incarnation, SegmentId
 from tests.kvcache_pool.builders import a_place, an_ask, an_index, cache, names
 
 
+def test_a_touched_prefix_outlives_what_was_committed_after_it() -> None:
+    index = an_index(a=4)
+    cache(index, 1, 2)
+    for number in (3, 4):
+        lease = index.acquire(an_ask([], unnamed=1), 0.0)
+        index.commit(lease.lease, [0], names(number), 0.0)
+        index.release(lease.lease)
+        index.touch(names(*range(1, number)))
+    index.touch(names(77))  # nobody has it
+    for room, reach in ((1, 3), (2, 2), (3, 1)):
+        lease = index.acquire(an_ask([], unnamed=room), 0.0)
+        assert index.find(names(1, 2, 3, 4)).reach == reach
+        index.release(lease.lease)
+    index.check()
+
+
 def test_a_lease_under_a_name_that_is_taken_is_refused_and_changes_nothing() -> None:
     index = an_index(a=4)
     ask = an_ask(names(1))
