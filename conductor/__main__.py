@@ -35,6 +35,7 @@ async def serve(config: ConductorConfig) -> None:
         view,
         peers,
         directory,
+        registry,
         metrics,
         in_flight_max=config.in_flight_max,
         balancing_threshold=config.balancing_threshold,
@@ -50,6 +51,7 @@ async def serve(config: ConductorConfig) -> None:
         loops.result()
     finally:
         dispatcher.drain()
+        asyncio.get_running_loop().call_later(config.drain_s, dispatcher.abort)
         await runner.cleanup()  # while instances still find their registry
         loops.cancel()
         await asyncio.gather(loops, return_exceptions=True)

@@ -16,6 +16,7 @@ from conductor.lease import HeldLease, Room
 from conductor.metrics import Metrics
 from conductor.peers import Peers
 from conductor.place import Placement, Prompt, place
+from conductor.registry import Registry
 from conductor.view import Instance, View
 from decode_pool.api import Decode, DecodeBusy, Ended, Joined, Token
 from engine.api import Sampled, Sampling
@@ -85,6 +86,7 @@ class Dispatcher:
         view: View,
         peers: Peers,
         directory: DirectoryLink,
+        registry: Registry,
         metrics: Metrics,
         *,
         in_flight_max: int,
@@ -93,12 +95,14 @@ class Dispatcher:
         self._view = view
         self._peers = peers
         self._directory = directory
+        self._registry = registry
         self._metrics = metrics
         self._in_flight_max = in_flight_max
         self._threshold = balancing_threshold
         self._room = Room()
         self._in_flight = 0
         self._draining = False
+        self._timeouts: set[asyncio.Timeout] = set()
 
     def readiness(self) -> Readiness:
         """Whether every pool has an instance that passed its self-test."""
@@ -109,23 +113,32 @@ class Dispatcher:
         """Refuse new requests from now on."""
         self._draining = True
 
+    def abort(self) -> None:
+        """End the requests that still run, each with an error that says why."""
+        for timeout in self._timeouts:
+            timeout.reschedule(asyncio.get_running_loop().time())
+
     async def serve(self, ask: Ask, reply: Reply) -> None:
         """Answer; returns when every choice has ended. Raises Refused before the first token, or Failed."""
         choices = [Choice(index, sampling) for index, sampling in enumerate(ask.samplings)]
         job = Job(ask, reply, asyncio.get_running_loop().time() + ask.within_s, ask.request)
         with self._counted():
             try:
-                async with asyncio.timeout_at(job.ends_at):
-                    await self._serve(job, choices)
+                async with asyncio.timeout_at(job.ends_at) as timeout:
+                    with self._abortable(timeout):
+                        await self._serve(job, choices)
             except BUSY as error:
                 refusal = Refusal("pool_full", str(error), RETRY_BUSY_S, 429)
                 raise _refused(refusal, choices) from error
             except Refused as error:
                 raise _refused(error.refusal, choices) from error
             except (TimeoutError, DeadlineExceeded) as error:
-                raise Failed(f"not finished within {ask.within_s:.3g} s") from error
+                late = f"The request was not finished within {ask.within_s:.3g} s."
+                raise Failed("The service is shutting down." if self._draining else late) from error
             except DangoError as error:
-                raise Failed(str(error)) from error
+                # What it says is about addresses and instances: for the log, not for the client.
+                log.warning("failed: %s", error, extra={"request": ask.request})
+                raise Failed("The service lost an instance that this request needed; try again.") from error
 
     async def _serve(self, job: Job, choices: list[Choice]) -> None:
         try:
@@ -266,9 +279,16 @@ class Dispatcher:
         try:
             yield
         except PeerLost:
-            if self._view.give_up(instance):
-                await self._peers.drop(instance)
+            await self._registry.give_up(instance)
             raise
+
+    @contextlib.contextmanager
+    def _abortable(self, timeout: asyncio.Timeout) -> Iterator[None]:
+        self._timeouts.add(timeout)
+        try:
+            yield
+        finally:
+            self._timeouts.discard(timeout)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -317,5 +337,5 @@ class _Countdown:
 def _refused(refusal: Refusal, choices: list[Choice]) -> Refused | Failed:
     """Before the first token a refusal is an answer; after it, the request has failed."""
     if any(choice.output for choice in choices):
-        return Failed(f"placed again, and refused: {refusal.text}")
+        return Failed(f"An instance was lost, and there was no other to go on: {refusal.text}")
     return Refused(refusal)

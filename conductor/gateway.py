@@ -45,6 +45,9 @@ TOKENISERS = 2
 GRACE_S = 1.0
 """Past a request's deadline the dispatcher has so long to say that it failed, before the gateway does."""
 
+LAST_WORD_S = 1.0
+"""When the time to drain is over, the dispatcher ends what still runs; so long it may take to tell the clients."""
+
 REQUEST_ID = "X-Request-Id"
 REQUEST_ID_CHARS_MAX = 128
 OWN_ID = web.RequestKey("own_id", str)
@@ -112,7 +115,10 @@ class Gateway:
     def runner(self) -> web.AppRunner:
         """A runner for `app` that cancels a handler when its client closes the connection, half or whole."""
         return web.AppRunner(
-            self.app(), handler_cancellation=True, access_log=None, shutdown_timeout=self._config.drain_s
+            self.app(),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=self._config.drain_s + LAST_WORD_S,
         )
 
     async def _lifetime(self, _app: web.Application) -> AsyncIterator[None]:

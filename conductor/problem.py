@@ -6,6 +6,9 @@ from typing import Any
 
 from conductor.ask import Failed, Refusal
 
+FAILED_RETRY_S = 2
+"""What failed a request is usually an instance that died: a supervisor has another in a few seconds."""
+
 
 class Outcome(Enum):
     """How a request ended. Each ends in exactly one."""
@@ -63,8 +66,9 @@ def refused(refusal: Refusal) -> Problem:
 
 def failed(failure: Failed) -> Problem:
     """An accepted request that could not be finished."""
-    problem = Problem(500, str(failure), kind="server_error", code="request_failed")
+    problem = Problem(503, str(failure), kind="server_error", code="request_failed")
     problem.outcome = Outcome.FAILED
+    problem.headers["Retry-After"] = str(FAILED_RETRY_S)
     return problem
 
 

@@ -11,6 +11,7 @@ from kvcache_pool.api import DirectoryLink
 from protocol.cluster import Manifest
 from protocol.ids import InstanceId
 from protocol.message import Message
+from protocol.pause import sleep_unless_paused
 from protocol.registry import GetManifest, Heard, Leave, Register, Report, Welcome
 from protocol.rpc import Ask, Handler, handler
 
@@ -75,12 +76,20 @@ class Registry:
         """Until cancelled. `dropped` tells how many frames the control port has dropped since its start."""
         counted = 0
         while True:
-            await asyncio.sleep(EXPIRE_EVERY_S)
+            listened = await sleep_unless_paused(EXPIRE_EVERY_S)
             self._metrics.bad_frames(dropped() - counted)
             counted = dropped()
+            if not listened:
+                continue  # their reports lie unread
             for instance in self._view.expire(_now()):
                 log.warning("given up: no report", extra={"instance": instance.name})
                 await self._bury(instance)
+
+    async def give_up(self, instance: Instance) -> None:
+        """An instance could not be reached: nothing more is placed there until it registers again."""
+        if self._view.give_up(instance):
+            log.warning("given up: its connection broke", extra={"instance": instance.name})
+            await self._bury(instance)
 
     async def _bury(self, instance: Instance) -> None:
         self._metrics.drop_instance(instance.pool, instance.name)

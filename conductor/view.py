@@ -7,7 +7,7 @@ report that is late means unknown, not full.
 import math
 from dataclasses import dataclass, field
 
-from protocol.cluster import Manifest
+from protocol.cluster import Manifest, Mismatch
 from protocol.ids import Incarnation, InstanceId, RequestId, SegmentId
 from protocol.registry import DEAD_AFTER_S, Load, Pool, Register, Superseded
 
@@ -50,6 +50,7 @@ class View:
         if message.incarnation in self._ended:
             raise Superseded(f"{message.instance} has been replaced, or was given up, in this incarnation")
         older = self._instances.get(message.instance)
+        self._require_free(message, older)
         if older is not None and older.incarnation != message.incarnation:
             self._end(older)
         newer = Instance(
@@ -66,6 +67,14 @@ class View:
             return older
         newer.placed = older.placed  # the same life: what was placed there runs on
         return None
+
+    def _require_free(self, message: Register, older: Instance | None) -> None:
+        """A name belongs to one pool, and the directory to one instance. Raises Mismatch."""
+        if older is not None and older.pool is not message.pool:
+            raise Mismatch(f"the name {message.instance} belongs to a {older.pool.value} instance")
+        keepers = [i.name for i in self.of(Pool.KVCACHE) if i.directory and i.name != message.instance]
+        if message.directory and keepers:
+            raise Mismatch(f"{keepers[0]} keeps the directory already: start this one with --no-directory")
 
     def report(self, name: InstanceId, incarnation: Incarnation, load: Load, now: float) -> bool:
         """Take in a report. False: no such instance is known here."""

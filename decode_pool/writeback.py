@@ -71,4 +71,4 @@ class WriteBack:
             await directory.commit(lease.lease, [0], [chain[-1]])
         finally:
             with contextlib.suppress(DangoError):  # it then ends by itself; a cancellation must go on
-                await asyncio.shield(directory.release(ask.lease, chain[:-1]))
+                await asyncio.shield(self._directory.get().release(ask.lease, chain[:-1]))

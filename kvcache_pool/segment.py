@@ -199,7 +199,7 @@ class Segment:
         self.incarnation = incarnation
         self._file, self.path = _create(folder / f"{_prefix()}{_plain(segment)}-{_plain(incarnation)}")
         try:
-            os.ftruncate(self._file, geometry.file_bytes)
+            os.posix_fallocate(self._file, 0, geometry.file_bytes)
             os.pwrite(self._file, geometry.header(incarnation), 0)
             self.memory = Memory(self._file, geometry)
         except BaseException:
@@ -253,7 +253,8 @@ def _create(wanted: Path) -> tuple[int, Path]:
 
 
 def _require_room(folder: Path, wanted: int) -> None:
-    """The file is sparse, so a lack of memory would show much later, as a bus error: ask now."""
+    """For a sentence with both numbers. Then all of it is claimed: in a sparse file, a lack of memory would
+    show only at the first touch of a page, as a bus error that ends whoever touches it."""
     room = os.statvfs(folder)
     free = room.f_bavail * room.f_frsize
     if free < wanted:

@@ -41,6 +41,7 @@ from kvcache_pool.segment import Segment
 from kvcache_pool.transfer.copiers import Copiers, hops
 from protocol.errors import BadMessage, DangoError
 from protocol.message import Message
+from protocol.pause import sleep_unless_paused
 from protocol.registry import Load
 from protocol.rpc import Answer, Ask, Client, Handler, handler
 from protocol.transport import Transport
@@ -83,7 +84,8 @@ class DirectoryService:
     async def sweep(self) -> None:
         """End what is overdue, until cancelled."""
         while True:
-            await asyncio.sleep(SWEEP_EVERY_S)
+            if not await sleep_unless_paused(SWEEP_EVERY_S):
+                continue  # renewals and announcements lie unread
             now = _now()
             for claim in self._index.expire(now):
                 log.warning("lease %s of %s expired unreleased", claim.lease, claim.owner)

@@ -309,7 +309,8 @@ class Server:
                 self._cancel(peer, header.call)
         except BadMessage as error:
             self.bad_frames += 1
-            log.warning("dropped a frame: %s", error)
+            if self.bad_frames.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...: a flood must not fill the log
+                log.warning("dropped a frame, number %d: %s", self.bad_frames, error)
 
     async def _start(
         self, tasks: asyncio.TaskGroup, peer: bytes, header: Header, buffers: list[memoryview]

@@ -43,6 +43,10 @@ class ZmqLink:
     async def send(self, frames: Sequence[Buffer]) -> None:
         try:
             await self._socket.send_multipart(frames, copy=_copy(frames))
+        except zmq.ZMQError as error:
+            if not self._socket.closed:
+                raise
+            raise PeerLost(f"the connection to {self._address} was closed") from error
         except asyncio.CancelledError:
             # ZeroMQ cancels what still waits in a socket that is closed. Nobody cancelled the caller, and a task
             # that ends as if somebody had would pass for one whose work is not wanted.

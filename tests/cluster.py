@@ -79,6 +79,7 @@ class Cluster:
     services: dict[str, PrefillService | DecodeService] = field(default_factory=dict)
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     movers: dict[str, Mover] = field(default_factory=dict)
+    links: dict[str, DirectoryLink] = field(default_factory=dict)
     heard: dict[str, asyncio.Event] = field(default_factory=dict)
     """Set once a decode instance knows the directory; until then it drops what it would write back."""
 
@@ -156,7 +157,8 @@ class Cluster:
         loops = [lambda _, loop=loop: loop() for loop in (service.step_forever, *extra)]
         work = Work(service.handlers(), service.load, heard, loops)
         role = Role(pool, name, new_incarnation(), "here", MANIFEST)
-        self.engines[name], self.services[name], self.movers[name] = engine, service, mover
+        self.engines[name], self.services[name] = engine, service
+        self.movers[name], self.links[name] = mover, directory
 
         async def live() -> None:
             try:
@@ -214,7 +216,9 @@ async def a_cluster(
     peers, directory = Peers(transport), DirectoryLink(transport)
     registry = Registry(view, peers, directory, metrics)
     server = Server(transport.bind("tcp://127.0.0.1:0"), registry.handlers())
-    dispatcher = Dispatcher(view, peers, directory, metrics, in_flight_max=in_flight_max, balancing_threshold=2.0)
+    dispatcher = Dispatcher(
+        view, peers, directory, registry, metrics, in_flight_max=in_flight_max, balancing_threshold=2.0
+    )
     cluster = Cluster(transport, view, dispatcher, directory, metrics, server.address, reach)
     expire = registry.expire_forever(lambda: server.bad_frames)
     loops = [asyncio.create_task(server.serve()), asyncio.create_task(expire)]

@@ -228,3 +228,31 @@ async def test_an_answer_whose_last_token_was_said_is_over_though_nobody_lived_t
         assert reply.tokens[0] == foretell(PROMPT, 8)
         assert reply.ended == {0: EndReason.LENGTH}
         cluster.view.release(cluster.view.of(Pool.DECODE)[0], RequestId("elsewhere"), 0)
+
+
+async def test_what_still_runs_when_the_time_to_drain_is_over_is_told_why():
+    async with a_cluster(layer_s=0.005) as cluster:
+        reply = Listener()
+        task = asyncio.create_task(cluster.serve(an_ask(PROMPT, 200), reply))
+        await reply.spoke.wait()
+        cluster.dispatcher.drain()
+        cluster.dispatcher.abort()
+        with pytest.raises(Failed, match="shutting down"):
+            await task
+        await cluster.at_rest()
+
+
+async def test_a_directory_that_comes_and_goes_costs_written_back_blocks_and_no_instance():
+    async with a_cluster(layer_s=0.001) as cluster:
+        await cluster.heard["decode-0"].wait()
+        for turn in range(4):
+            task = asyncio.create_task(cluster.serve(an_ask([turn, *PROMPT], 60)))
+            for _ in range(6):
+                await asyncio.sleep(0.03)
+                link = cluster.links["decode-0"]
+                address = link.address
+                await link.follow(None)
+                await asyncio.sleep(0.005)
+                await link.follow(address)
+            assert (await task).tokens[0] == foretell([turn, *PROMPT], 60)
+        assert not cluster.tasks["decode-0"].done()

@@ -255,7 +255,7 @@ async def test_a_refusal_has_its_status_and_says_when_to_come_back(
 async def test_a_failure_before_the_first_token_is_a_status(tokenizer: Tokenizer, stream: bool) -> None:
     async with an_edge(tokenizer, Play(error=Failed("decode-0 died"))) as edge:
         status, answer = await edge.chat(stream=stream)
-    assert (status, answer["error"]["message"], answer["error"]["type"]) == (500, "decode-0 died", "server_error")
+    assert (status, answer["error"]["message"], answer["error"]["type"]) == (503, "decode-0 died", "server_error")
 
 
 async def test_a_failure_in_a_stream_is_its_last_event(tokenizer: Tokenizer) -> None:
@@ -270,7 +270,7 @@ async def test_a_failure_in_a_stream_is_its_last_event(tokenizer: Tokenizer) -> 
                     pass
     assert [json.loads(event).keys() >= {"error"} for event in events] == [False, False, True]
     assert not any(choice["finish_reason"] for choice in deltas(events))
-    assert status == 500
+    assert status == 503
 
 
 @pytest.mark.parametrize("after", [0, 2])
@@ -291,7 +291,7 @@ async def test_the_gateway_ends_what_the_dispatcher_does_not(tokenizer: Tokenize
         status, answer = await edge.chat()
         assert 0 < edge.serve.asks[0].within_s <= 0.1
         await edge.serve.idle()
-    assert (status, answer["error"]["code"]) == (500, "request_failed")
+    assert (status, answer["error"]["code"]) == (503, "request_failed")
 
 
 async def test_one_refused_prompt_ends_its_siblings(tokenizer: Tokenizer) -> None:

@@ -1,12 +1,13 @@
 """The registry over real sockets: who joins, who is given up, what garbage does."""
 
 import asyncio
+import time
 
 import zmq
 import zmq.asyncio
 
 from protocol.registry import DEAD_AFTER_S, Pool
-from tests.cluster import a_cluster, an_ask
+from tests.cluster import Listener, a_cluster, an_ask
 from tests.fakes import foretell
 
 PROMPT = [(11 * i) % 101 for i in range(22)]
@@ -41,3 +42,32 @@ async def test_an_instance_that_falls_silent_is_given_up_and_its_successor_taken
         (second,) = cluster.view.of(Pool.DECODE)
         assert second.incarnation != first.incarnation
         assert (await cluster.serve(an_ask(PROMPT, 4))).tokens[0] == foretell(PROMPT, 4)
+
+
+async def test_a_pause_of_the_conductor_is_not_held_against_its_instances():
+    """Stopped for longer than DEAD_AFTER_S, with all reports unread: nobody is given up, and streams go on."""
+    async with a_cluster(layer_s=0.002) as cluster:
+        reply = Listener()
+        task = asyncio.create_task(cluster.serve(an_ask(PROMPT, 60), reply))
+        await reply.spoke.wait()
+        lives = [instance.incarnation for pool in Pool for instance in cluster.view.of(pool)]
+        for instance in (i for pool in Pool for i in cluster.view.of(pool)):
+            instance.heard_at -= DEAD_AFTER_S  # as if the reports of a pause had not been read yet
+        time.sleep(1.2)  # noqa: ASYNC251 - the pause itself, of all in this process
+        await task
+        assert reply.tokens[0] == foretell(PROMPT, 60)
+        assert [i.incarnation for pool in Pool for i in cluster.view.of(pool)] == lives
+
+
+async def test_an_instance_whose_connection_breaks_leaves_the_gauges_too():
+    async with a_cluster(layer_s=0.005) as cluster:
+        reply = Listener()
+        task = asyncio.create_task(cluster.serve(an_ask(PROMPT, 60), reply))
+        await reply.spoke.wait()
+        up = {"model_name": "fake", "pool": "decode"}
+        async with asyncio.timeout(5):
+            while not cluster.metrics.registry.get_sample_value("dango:instances_up", up):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        await cluster.kill("decode-0")
+        await asyncio.gather(task, return_exceptions=True)
+        assert cluster.metrics.registry.get_sample_value("dango:instances_up", up) == 0

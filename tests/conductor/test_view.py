@@ -138,3 +138,14 @@ def test_the_memory_of_ended_lives_is_bounded():
     for life in range(DEAD_MAX + 20):
         view.register(a_register("decode-0", str(life)), 0.0)
     assert len(view._ended) == DEAD_MAX
+
+
+def test_a_name_belongs_to_one_pool_and_the_directory_to_one_instance():
+    view = a_view("decode-0", "kvcache-0")
+    with pytest.raises(Mismatch, match="belongs to a decode instance"):
+        view.register(a_register("prefill-0", "9", instance=InstanceId("decode-0")), 0.0)
+    with pytest.raises(Mismatch, match="kvcache-0 keeps the directory"):
+        view.register(a_register("kvcache-1", directory=True), 0.0)
+    assert [i.name for i in view.of(Pool.DECODE)] == ["decode-0"]
+    view.register(a_register("kvcache-0", "2", directory=True), 1.0)  # its own next life may
+    view.check()
