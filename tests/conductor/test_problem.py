@@ -30,7 +30,7 @@ def test_full_and_absent_are_told_apart(status: int, kind: str) -> None:
 
 def test_our_own_troubles() -> None:
     assert (failed(Failed("died")).status, failed(Failed("died")).outcome) == (503, Outcome.FAILED)
-    assert (fault().status, fault().outcome) == (503, Outcome.FAILED)
+    assert (fault().status, fault().outcome) == (500, Outcome.FAILED)
     assert (overloaded("full").status, overloaded("full").outcome) == (429, Outcome.REFUSED)
 
 
