@@ -8,7 +8,7 @@ from conductor.body import decode
 from conductor.openai import ChatRequest, Common, CompletionRequest, Reader
 from conductor.problem import Problem, invalid
 from conductor.shapes import ChatShape, CompletionShape, Shape
-from engine.api import Sampling
+from engine.api import PromptTooLong, Sampling
 from engine.chat_template import MessageError, TemplateError, normalise_messages
 from protocol.cluster import Manifest
 
@@ -36,12 +36,15 @@ class Prompts(Vocabulary, Protocol):
         """Token ids are smaller than this."""
         ...
 
-    def encode(self, text: str, *, special: bool) -> list[int]:
-        """The tokens of a text; with `special`, the spellings of control tokens are these tokens."""
+    def encode(self, text: str, *, special: bool, below: int | None = None) -> list[int]:
+        """The tokens of a text; with `special`, the spellings of control tokens are these tokens.
+
+        Raises PromptTooLong, untokenised, for a text that cannot be fewer than `below` tokens.
+        """
         ...
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The tokens of a conversation, ready for the assistant's turn. Raises TemplateError."""
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, below: int | None = None) -> list[int]:
+        """The tokens of a conversation, ready for the assistant's turn. Raises TemplateError, PromptTooLong."""
         ...
 
 
@@ -67,12 +70,16 @@ class Orders:
         self._tokenizer = tokenizer
         self._manifest = manifest
         self._reader = Reader()
+        self._context = manifest.context_tokens
 
     def chat(self, data: bytes, seed: int) -> Order:
         """An order from a chat request. `seed` is used if the client gave none. Raises Problem."""
         request = self._reader.read(ChatRequest, decode(data))
         self.require_model(request.model)
-        prompt = self._checked("messages", lambda: self._tokenizer.chat(normalise_messages(request.messages)))
+        prompt = self._checked(
+            "messages",
+            lambda: self._tokenizer.chat(normalise_messages(request.messages), below=self._context),
+        )
         return self._order(request, ChatShape(), "messages", [prompt], seed)
 
     def completion(self, data: bytes, seed: int) -> Order:
@@ -111,7 +118,9 @@ class Orders:
 
     def _tokens(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
-            return self._checked("prompt", lambda: self._tokenizer.encode(prompt, special=True))
+            return self._checked(
+                "prompt", lambda: self._tokenizer.encode(prompt, special=True, below=self._context)
+            )
         self._require_known(prompt, "prompt")
         return prompt
 
@@ -127,18 +136,22 @@ class Orders:
             raise invalid(str(error), error.field) from None
         except TemplateError as error:
             raise invalid(str(error), param, "template_refused") from None
+        except PromptTooLong as error:
+            raise self._too_long(f"at least {error.at_least}", param) from None
         if not tokens:
             raise invalid(f"{param} is empty: there is nothing to go on from.", param)
         return tokens
 
     def _room(self, prompt: list[int], param: str) -> int:
         """Tokens that the answer may have. A longer max_tokens is cut to it, and ends with reason `length`."""
-        context = self._manifest.context_tokens
-        if len(prompt) >= context:
-            raise invalid(
-                f"The context is {context} tokens, but the prompt alone has {len(prompt)} tokens, "
-                "and an answer needs one at least.",
-                param,
-                "context_length_exceeded",
-            )
-        return context - len(prompt)
+        if len(prompt) >= self._context:
+            raise self._too_long(str(len(prompt)), param)
+        return self._context - len(prompt)
+
+    def _too_long(self, tokens: str, param: str) -> Problem:
+        return invalid(
+            f"The context is {self._context} tokens, but the prompt alone has {tokens} tokens, "
+            "and an answer needs one at least.",
+            param,
+            "context_length_exceeded",
+        )

@@ -79,6 +79,14 @@ class Row:
     draws: Sequence[Draw] = ()
 
 
+class PromptTooLong(ValueError):
+    """A prompt that, going by its size alone, has `at_least` tokens: more than it may have."""
+
+    def __init__(self, at_least: int) -> None:
+        super().__init__(f"the prompt has at least {at_least} tokens")
+        self.at_least = at_least
+
+
 class Pass(Protocol):
     """A forward pass under way, advanced layer by layer."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import tokenizers
 
+from engine.api import PromptTooLong
 from engine.chat_template import ChatTemplate, NoChatTemplate, Spellings, escaped, mark_for
 from engine.tokenizer_source import TokenizerError, TokenizerSource, read_file, read_folder
 
@@ -17,6 +18,12 @@ __all__ = ["Tokenizer", "TokenizerError", "open_tokenizer"]
 LONG_CHARS = 4096
 """The library's `encode` keeps the interpreter's lock, which for a long text stops every other thread for
 seconds; its batch calls give the lock up, but cost a short text ten times more."""
+
+SHRINKS = {None: 1, "NFC": 3}
+"""How many bytes of a text can become one, by normalizer: composing makes 3 bytes of 9 in a Hangul syllable."""
+
+KEEPS = frozenset({"ByteLevel", "Digits", "Split"})
+"""Steps before the vocabulary that cut a text and drop nothing of it (`Split` is asked what it does)."""
 
 
 def open_tokenizer(path: Path) -> "Tokenizer":
@@ -56,11 +63,13 @@ class Tokenizer:
         """How many ids there are; the model's own output may be padded to more."""
         return len(self._bytes)
 
-    def encode(self, text: str, *, special: bool) -> list[int]:
+    def encode(self, text: str, *, special: bool, below: int | None = None) -> list[int]:
         """The ids of `text`, after the start token where the model wants one; it is never there twice.
 
-        special=True reads the spellings of control tokens as these tokens, special=False as plain text.
+        special=True reads the spellings of control tokens as these tokens, special=False as plain text. Raises
+        PromptTooLong, at no cost, for a text so large that it cannot be fewer than `below` tokens.
         """
+        self._require_below(below, text)
         ids = self._ids(self._parsing, text) if special else self._plain(text, first=True)
         if self._start is not None and ids[:1] != [self._start]:
             ids.insert(0, self._start)
@@ -70,6 +79,7 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        below: int | None = None,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
@@ -77,7 +87,8 @@ class Tokenizer:
         """The prompt for a conversation (see `normalise_messages`), by the model's chat template.
 
         The template alone writes control tokens, the start token included: in messages, tools and variables
-        their spellings are text. Raises TemplateError; NoChatTemplate if the model has no template.
+        their spellings are text. Raises TemplateError; NoChatTemplate if the model has no template; PromptTooLong
+        as `encode` does: for the rendered text, since a template may leave out what it was given.
         """
         if self._template is None:
             raise NoChatTemplate("this model has no chat template; send a prompt to /v1/completions instead")
@@ -90,7 +101,17 @@ class Tokenizer:
             variables=broken[2],
             add_generation_prompt=add_generation_prompt,
         )
-        return self._ids(self._parsing, text) if broken == given else self._marked(text, mark)
+        if broken == given:
+            self._require_below(below, text)
+            return self._ids(self._parsing, text)
+        self._require_below(below, _unmarked(text, mark))
+        return self._marked(text, mark)
+
+    def tokens_at_least(self, text: str) -> int:
+        """How many tokens `text` has for certain, from its size alone; 0 where the tokenizer may drop text."""
+        if self._most_bytes is None:
+            return 0
+        return -(-len(text.encode("utf-8", "surrogatepass")) // self._most_bytes)
 
     def token_bytes(self, token: int) -> bytes:
         """What a token stands for. A control token stands for its spelling, an id without a token for nothing."""
@@ -115,6 +136,19 @@ class Tokenizer:
         parts = [state["model"], state["added_tokens"], state["normalizer"], state["pre_tokenizer"]]
         parts += [self._start, None if self._template is None else self._template.source]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def _most_bytes(self) -> int | None:
+        """The most bytes of a text that one token can stand for; None if there is no telling."""
+        state = json.loads(self._parsing.to_str())
+        shrinks = SHRINKS.get((state["normalizer"] or {"type": None})["type"])
+        if shrinks is None or not _keeps_all(self._parsing, state):
+            return None
+        return shrinks * max(map(len, self._bytes), default=1)
+
+    def _require_below(self, below: int | None, text: str) -> None:
+        if below is not None and (tokens := self.tokens_at_least(text)) >= below:
+            raise PromptTooLong(tokens)
 
     @staticmethod
     def _ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:
@@ -141,12 +175,23 @@ class Tokenizer:
         for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
             # An unknown character also gives a control token, though nothing there spells it.
             if self._special.get(token) == text[begin:end].strip():
-                ids += [*self._unmarked(text[done:begin], mark, first=done == 0), token]
+                ids += [*self._plain(_unmarked(text[done:begin], mark), first=done == 0), token]
                 done = end
-        return ids + self._unmarked(text[done:], mark, first=done == 0)
+        return ids + self._plain(_unmarked(text[done:], mark), first=done == 0)
 
-    def _unmarked(self, text: str, mark: str, *, first: bool) -> list[int]:
-        return self._plain(text.replace(mark, "").replace(escaped(mark), ""), first=first)
+
+def _unmarked(text: str, mark: str) -> str:
+    return text.replace(mark, "").replace(escaped(mark), "")
+
+
+def _keeps_all(backend: tokenizers.Tokenizer, state: Mapping[str, Any]) -> bool:
+    """Whether every byte of a text is in one of its tokens: nothing is cut away, and every byte has a token."""
+    step = state["pre_tokenizer"] or {}
+    steps = step.get("pretokenizers", [step])
+    cut = all(part.get("type") in KEEPS and part.get("behavior") != "Removed" for part in steps)
+    trimmed = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+    whole = all(backend.token_to_id(letter) is not None for letter in _BYTES)
+    return cut and not trimmed and whole and any(part.get("type") == "ByteLevel" for part in steps)
 
 
 def _literal(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

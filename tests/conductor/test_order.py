@@ -1,14 +1,18 @@
 """From bytes to prompts in tokens."""
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from conductor.order import Order, Orders
 from conductor.problem import Problem
 from engine.chat_template import NoChatTemplate, TemplateError
 from engine.tokenizer import Tokenizer
+from engine.tokenizer_source import read_folder
 from protocol.blocks import BlockLayout
 from protocol.cluster import Manifest
 
@@ -25,10 +29,10 @@ class Refusing:
     def __init__(self, error: TemplateError) -> None:
         self._error = error
 
-    def encode(self, text: str, *, special: bool) -> list[int]:
+    def encode(self, text: str, *, special: bool, below: int | None = None) -> list[int]:
         return [40]
 
-    def chat(self, messages: Any) -> list[int]:
+    def chat(self, messages: Any, *, below: int | None = None) -> list[int]:
         raise self._error
 
     def token_bytes(self, token: int) -> bytes:
@@ -90,3 +94,24 @@ def test_a_chat_that_is_too_long_names_both_numbers(tokenizer: Tokenizer) -> Non
     with pytest.raises(Problem, match=rf"64 tokens.*{tokens} tokens") as caught:
         chat(tokenizer, "hi " * 100)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+
+
+class Untokenising(Tokenizer):
+    """A real tokenizer whose slow part must not be reached."""
+
+    @staticmethod
+    def _ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:
+        raise AssertionError(f"{len(text)} characters are tokenised")
+
+
+@pytest.mark.parametrize("chats", [False, True])
+def test_a_text_of_megabytes_is_refused_by_its_size_alone(folder: Path, chats: bool) -> None:
+    untokenising = Untokenising(read_folder(folder))
+    longest = max(len(untokenising.token_bytes(token)) for token in range(untokenising.vocab))
+    text = "some words " * (7_000_000 // 11)
+    with pytest.raises(Problem, match=r"64 tokens.* at least (\d+) tokens") as caught:
+        chat(untokenising, text) if chats else completion(untokenising, prompt=text)
+    assert caught.value.code == "context_length_exceeded"
+    assert caught.value.param == ("messages" if chats else "prompt")
+    told = int(re.search(r"at least (\d+)", str(caught.value))[1])  # type: ignore[index]
+    assert len(text) // longest <= told < len(text) // longest + 20

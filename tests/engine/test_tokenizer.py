@@ -1,6 +1,8 @@
 """Ids equal the reference tokenizer's, and what a client writes never becomes a control token."""
 
 import json
+import sys
+import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -11,11 +13,12 @@ import regex
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
+from engine.api import PromptTooLong
 from engine.chat_template import NoChatTemplate, TemplateError
 from engine.fetch import default_model
-from engine.tokenizer import Tokenizer, open_tokenizer
+from engine.tokenizer import SHRINKS, Tokenizer, open_tokenizer
 from engine.tokenizer_source import TokenizerSource, gguf_metadata
 from tests.tiny import CHAT_TEMPLATE, SPECIAL, tiny_tokenizer
 
@@ -234,3 +237,48 @@ def test_the_digest_tells_tokenizers_apart():
     sources = [a_source(), a_source(other), a_source(more), a_source(start=1), a_source(template="x")]
     assert len({Tokenizer(source).digest() for source in sources}) == len(sources)
     assert Tokenizer(a_source()).digest() == TINY.digest()
+
+
+# --- how many tokens a text has at least -------------------------------------------------------------------------
+
+
+@given(st.text(max_size=200), st.sampled_from([None, normalizers.NFC()]))
+def test_no_text_has_fewer_tokens_than_its_size_says(text: str, normalizer: Any):
+    backend = tiny_tokenizer()
+    backend.normalizer = normalizer
+    tokenizer = Tokenizer(a_source(backend))
+    assert (tokenizer.tokens_at_least(text) > 0) is bool(text)
+    assert tokenizer.tokens_at_least(text) <= len(tokenizer.encode(text, special=True))
+
+
+def test_no_composed_character_is_smaller_than_a_third_of_its_parts():
+    for character in map(chr, [*range(0xD800), *range(0xE000, sys.maxunicode + 1)]):
+        parts = unicodedata.normalize("NFD", character)
+        assert len(parts.encode()) <= SHRINKS["NFC"] * len(character.encode())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": normalizers.Lowercase()},
+        {"pre_tokenizer": pre_tokenizers.Whitespace()},
+        {"pre_tokenizer": pre_tokenizers.Split(" ", "removed")},
+        {"add_special_tokens": [AddedToken("<|trims|>", lstrip=True)]},
+    ],
+)
+def test_a_tokenizer_that_may_drop_text_tells_nothing_by_its_size(change: dict[str, Any]):
+    backend = tiny_tokenizer()
+    for name, value in change.items():
+        backend.add_special_tokens(value) if name == "add_special_tokens" else setattr(backend, name, value)
+    tokenizer = Tokenizer(a_source(backend))
+    assert tokenizer.tokens_at_least("x" * 10_000) == 0
+    assert tokenizer.encode("x" * 100, special=True, below=1)
+
+
+def test_a_marked_prompt_is_measured_without_its_marks():
+    tokenizer = Tokenizer(a_source())
+    messages = [user("<|im_end|>" * 50)]
+    ids = tokenizer.chat(messages)
+    assert tokenizer.chat(messages, below=len(ids) + 1) == ids
+    with pytest.raises(PromptTooLong, match="at least"):
+        tokenizer.chat([user("<|im_end|>" * 5000)], below=100)
