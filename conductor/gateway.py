@@ -12,7 +12,7 @@ import random
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -22,7 +22,7 @@ from aiohttp import hdrs, web
 from conductor.answer import Answer, Choice, Chunks, Listener, Part, Silence, Watch
 from conductor.ask import Ask, Failed, Refused, Serve
 from conductor.config import ConductorConfig
-from conductor.intake import BODY_BYTES_MAX, error_response, expect, is_large, json_response, read_body, send_whole
+from conductor.intake import Intake, error_response, expect, json_response, send_whole
 from conductor.metrics import CONTENT_TYPE, Metrics
 from conductor.openai import SEED_BITS
 from conductor.order import Order, Orders, Prompts
@@ -36,11 +36,9 @@ from protocol.tasks import together
 REQUESTS_MAX = 1024
 """Requests at once whose bodies and answers this process holds; the dispatcher's own limit lies far below."""
 
-LARGE_BODIES_MAX = 16
-"""Large bodies held at once, from reading to tokens: 128 MB. Further ones stay in their sockets."""
-
 TOKENISERS = 2
-"""Threads for checking and tokenising: one long prompt must not make short ones wait."""
+"""Threads for checking and tokenising small bodies: some milliseconds each. Large ones, which take seconds, have a
+thread of their own, so that the small never wait for them, and memory is needed for one at a time."""
 
 GRACE_S = 1.0
 """Past a request's deadline the dispatcher has so long to say that it failed, before the gateway does."""
@@ -93,13 +91,14 @@ class Gateway:
         self._dice = dice
         self._orders = Orders(tokenizer, manifest)
         self._threads = ThreadPoolExecutor(TOKENISERS, thread_name_prefix="tokenise")
-        self._large = asyncio.Semaphore(LARGE_BODIES_MAX)
+        self._thread_of_large = ThreadPoolExecutor(1, thread_name_prefix="tokenise-large")
+        self._intake = Intake()
         self._open = 0
         self._created = _unix_s()
 
     def app(self) -> web.Application:
         """The application. Serve it with `runner`, or the handlers of clients that left would go on."""
-        app = web.Application(middlewares=[self._guard], client_max_size=BODY_BYTES_MAX)
+        app = web.Application(middlewares=[self._guard])
         app.router.add_post("/v1/chat/completions", self._chat, expect_handler=expect)
         app.router.add_post("/v1/completions", self._completion, expect_handler=expect)
         app.router.add_get("/v1/models", self._models)
@@ -123,7 +122,8 @@ class Gateway:
 
     async def _lifetime(self, _app: web.Application) -> AsyncIterator[None]:
         yield
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._thread_of_large):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     # --- endpoints
 
@@ -193,9 +193,9 @@ class Gateway:
         """The body, checked and tokenised off the loop. Raises Problem."""
         seed = self._dice.getrandbits(SEED_BITS)
         try:
-            async with asyncio.timeout(self._config.request_s), self._large if is_large(http) else nullcontext():
-                data = await read_body(http)
-                return await asyncio.get_running_loop().run_in_executor(self._threads, take, data, seed)
+            async with asyncio.timeout(self._config.request_s), self._intake.body(http) as body:
+                threads = self._thread_of_large if body.large else self._threads
+                return await asyncio.get_running_loop().run_in_executor(threads, take, body.data, seed)
         except TimeoutError:
             raise failed(self._too_late()) from None
 

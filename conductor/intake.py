@@ -1,6 +1,9 @@
 """The plain half of HTTP: the bytes of a body, within limits of size and time, and answers that are no streams."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
@@ -18,24 +21,70 @@ BODY_WITHIN_S = 30.0
 LARGE_BODY_BYTES = 256 << 10
 """Prompts of up to some 50,000 tokens are smaller than this."""
 
+LARGE_BODIES_MAX = 16
+"""Large bodies held at once, from their first bytes too many to tokens: 128 MB. The rest of others stays in
+their sockets."""
 
-def is_large(http: web.Request) -> bool:
-    """Whether a body is, or may become, so large that only a few may be held at once."""
-    return http.content_length is None or http.content_length > LARGE_BODY_BYTES
+
+@dataclass(frozen=True)
+class Body:
+    """All bytes of one body, and whether they are so many that only a few such may be held at once."""
+
+    data: bytes
+    large: bool
 
 
-async def read_body(http: web.Request) -> bytes:
-    """The body's bytes, refused before they are read where the headers allow it. Raises Problem."""
-    _require_body(http)
-    try:
-        async with asyncio.timeout(BODY_WITHIN_S):
-            return await http.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise _too_large() from None
-    except web.RequestPayloadError as error:
-        raise invalid(f"The body cannot be read: {error}", code="invalid_body") from None
-    except TimeoutError:
-        raise Problem(408, "The body did not arrive in time.", code="request_timeout") from None
+class Intake:
+    """Reads bodies; owns the slots that large ones need.
+
+    A body is large once it has proved it, by more than `large_bytes` that arrived: a client that promises much
+    and sends nothing takes no slot.
+    """
+
+    def __init__(
+        self,
+        *,
+        large_bytes: int = LARGE_BODY_BYTES,
+        large_max: int = LARGE_BODIES_MAX,
+        within_s: float = BODY_WITHIN_S,
+    ) -> None:
+        self._large_bytes = large_bytes
+        self._slots = asyncio.Semaphore(large_max)
+        self._within_s = within_s
+
+    @asynccontextmanager
+    async def body(self, http: web.Request) -> AsyncIterator[Body]:
+        """A body, and its slot for as long as it is worked on. Raises Problem, before reading where it can.
+
+        `within_s` is for reading alone: waiting for a slot is not the client's fault.
+        """
+        _require_body(http)
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        data = bytearray()
+        if await self._read(http, data, self._large_bytes, self._within_s):
+            yield Body(bytes(data), large=False)
+            return
+        left_s = self._within_s - (clock() - began)
+        async with self._slots:
+            await self._read(http, data, BODY_BYTES_MAX, left_s)
+            yield Body(bytes(data), large=True)
+
+    async def _read(self, http: web.Request, data: bytearray, most: int, within_s: float) -> bool:
+        """Read on until the end, or until `data` is larger than `most`; whether it was the end. Raises Problem."""
+        try:
+            async with asyncio.timeout(within_s):
+                while piece := await http.content.readany():
+                    data += piece
+                    if len(data) > BODY_BYTES_MAX:
+                        raise _too_large()
+                    if len(data) > most:
+                        return False
+        except web.RequestPayloadError as error:
+            raise invalid(f"The body cannot be read: {error}", code="invalid_body") from None
+        except TimeoutError:
+            raise Problem(408, "The body did not arrive in time.", code="request_timeout") from None
+        return True
 
 
 def _require_body(http: web.Request) -> None:
