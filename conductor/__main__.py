@@ -50,9 +50,8 @@ async def serve(config: ConductorConfig) -> None:
         await asyncio.wait([loops])  # for ever, unless they fail
         loops.result()
     finally:
-        dispatcher.drain()
-        asyncio.get_running_loop().call_later(config.drain_s, dispatcher.abort)
-        await runner.cleanup()  # while instances still find their registry
+        await dispatcher.drain(config.drain_s)  # while clients still find /ready, and instances their registry
+        await runner.cleanup()
         loops.cancel()
         await asyncio.gather(loops, return_exceptions=True)
         await peers.aclose()

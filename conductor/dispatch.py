@@ -29,6 +29,9 @@ from protocol.ids import BlockHash, RequestId
 from protocol.message import Message
 from protocol.tasks import together
 
+LAST_WORD_S = 1.0
+"""How long it may take to tell the clients of requests that are ended when the time to drain is over."""
+
 RETRY_BUSY_S = 1.0
 """When to come back to a full queue: it turns over in about this time."""
 
@@ -51,7 +54,7 @@ class Choice:
     ended: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
     """A request under way: what was asked, who hears the answer, and when it must be over."""
 
@@ -60,6 +63,7 @@ class Job:
     ends_at: float
     request: RequestId
     """What instances know it by; each choice that is placed again is a request of its own to them."""
+    reused_tokens: int = 0
 
     @property
     def left_s(self) -> float:
@@ -103,26 +107,32 @@ class Dispatcher:
         self._in_flight = 0
         self._draining = False
         self._timeouts: set[asyncio.Timeout] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def readiness(self) -> Readiness:
         """Whether every pool has an instance that passed its self-test."""
         missing = ["the conductor is draining"] if self._draining else self._view.missing()
         return Readiness(not missing, missing)
 
-    def drain(self) -> None:
-        """Refuse new requests from now on."""
+    async def drain(self, within_s: float) -> None:
+        """Refuse new requests from now on; wait until the running ones have ended, and after `within_s` end
+        them, each with an error that says why."""
         self._draining = True
-
-    def abort(self) -> None:
-        """End the requests that still run, each with an error that says why."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._idle.wait()
         for timeout in self._timeouts:
             timeout.reschedule(asyncio.get_running_loop().time())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORD_S):
+                await self._idle.wait()
 
     async def serve(self, ask: Ask, reply: Reply) -> None:
         """Answer; returns when every choice has ended. Raises Refused before the first token, or Failed."""
         choices = [Choice(index, sampling) for index, sampling in enumerate(ask.samplings)]
         job = Job(ask, reply, asyncio.get_running_loop().time() + ask.within_s, ask.request)
-        with self._counted():
+        with self._counted(), self._logged(job, choices):
             try:
                 async with asyncio.timeout_at(job.ends_at) as timeout:
                     with self._abortable(timeout):
@@ -164,6 +174,7 @@ class Dispatcher:
                 placed = Placed(plan, held, lease, tokens, blocks)
                 prefilled = await self._prefill(job, choices, placed)
                 if not any(choice.output for choice in choices):
+                    job.reused_tokens = prefilled.reused_tokens
                     job.reply.prefilled(prefilled.reused_tokens)
                 joining = _Countdown(len(choices), held)
                 firsts = zip(choices, prefilled.first, strict=True)
@@ -283,6 +294,27 @@ class Dispatcher:
             raise
 
     @contextlib.contextmanager
+    def _logged(self, job: Job, choices: list[Choice]) -> Iterator[None]:
+        """One line at the end of a request, whatever the end is: what an operator finds by its id."""
+        outcome = "finished"
+        try:
+            yield
+        except BaseException as error:
+            outcome = {Refused: "refused", Failed: "failed"}.get(type(error), "cancelled")
+            raise
+        finally:
+            said = sum(len(choice.output) for choice in choices)
+            extra = {
+                "request": job.request,
+                "outcome": outcome,
+                "prompt_tokens": len(job.ask.prompt),
+                "cached_tokens": job.reused_tokens,
+                "output_tokens": said,
+                "seconds": round(job.ask.within_s - job.left_s, 3),
+            }
+            log.info("ended", extra=extra)
+
+    @contextlib.contextmanager
     def _abortable(self, timeout: asyncio.Timeout) -> Iterator[None]:
         self._timeouts.add(timeout)
         try:
@@ -299,10 +331,13 @@ class Dispatcher:
             text = f"{self._in_flight} requests are in flight, as many as are allowed"
             raise Refused(Refusal("queue_full", text, RETRY_BUSY_S, 429))
         self._in_flight += 1
+        self._idle.clear()
         try:
             yield
         finally:
             self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
 
     @contextlib.contextmanager
     def _entered(self, plan: Placement, job: Job, choices: list[Choice], tokens: int) -> Iterator[None]:

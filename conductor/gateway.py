@@ -22,7 +22,7 @@ from aiohttp import hdrs, web
 from conductor.answer import Answer, Choice, Chunks, Listener, Part, Silence, Watch
 from conductor.ask import Ask, Failed, Refused, Serve
 from conductor.config import ConductorConfig
-from conductor.intake import Intake, error_response, expect, json_response, send_whole
+from conductor.intake import Intake, ServerLog, error_response, expect, json_response, send_whole
 from conductor.metrics import CONTENT_TYPE, Metrics
 from conductor.openai import SEED_BITS
 from conductor.order import Order, Orders, Prompts
@@ -44,7 +44,7 @@ GRACE_S = 1.0
 """Past a request's deadline the dispatcher has so long to say that it failed, before the gateway does."""
 
 LAST_WORD_S = 1.0
-"""When the time to drain is over, the dispatcher ends what still runs; so long it may take to tell the clients."""
+"""All requests have ended when the application does: this is for answers that are still being sent."""
 
 REQUEST_ID = "X-Request-Id"
 REQUEST_ID_CHARS_MAX = 128
@@ -117,7 +117,8 @@ class Gateway:
             self.app(),
             handler_cancellation=True,
             access_log=None,
-            shutdown_timeout=self._config.drain_s + LAST_WORD_S,
+            logger=ServerLog(logger, {}),
+            shutdown_timeout=LAST_WORD_S,
         )
 
     async def _lifetime(self, _app: web.Application) -> AsyncIterator[None]:

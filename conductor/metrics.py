@@ -6,7 +6,7 @@ sends becomes a label, so the number of series is constant.
 
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from conductor.problem import Outcome
@@ -49,6 +49,8 @@ class Metrics:
     """The Conductor's registry of counters. Owns all series; any method may be called at any time."""
 
     def __init__(self, model: str) -> None:
+        # Twice the series, for times that Prometheus does not need.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._model = model
         self._loads: dict[tuple[Pool, str], Load] = {}

@@ -1,5 +1,7 @@
 """An engine as a compute instance hosts it: loaded, sized, and tested before anybody is told that it is ready."""
 
+import os
+
 from engine.api import Engine
 from engine.config import ComputeSettings
 from engine.manifest import Model
@@ -28,7 +30,7 @@ async def host_engine(model: Model, settings: ComputeSettings) -> Engine:
         dtype=settings.dtype,
         pages=settings.pages or enough,
         block_tokens=layout.block_tokens,
-        threads=settings.threads,
+        threads=settings.threads or len(os.sched_getaffinity(0)),
     )
     await engine.self_test()
     return engine

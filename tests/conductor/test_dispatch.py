@@ -183,7 +183,7 @@ async def test_one_too_many_in_flight_is_refused():
             await cluster.serve(an_ask(PROMPT, 6))
         assert refused.value.refusal.status == 429
         assert (await task).tokens[0] == foretell(PROMPT, 6)
-        cluster.dispatcher.drain()
+        await cluster.dispatcher.drain(0.1)
         with pytest.raises(Refused) as refused:
             await cluster.serve(an_ask(PROMPT, 6))
         assert refused.value.refusal.reason == "draining"
@@ -235,10 +235,13 @@ async def test_what_still_runs_when_the_time_to_drain_is_over_is_told_why():
         reply = Listener()
         task = asyncio.create_task(cluster.serve(an_ask(PROMPT, 200), reply))
         await reply.spoke.wait()
-        cluster.dispatcher.drain()
-        cluster.dispatcher.abort()
+        draining = asyncio.create_task(cluster.dispatcher.drain(0.1))
+        await asyncio.sleep(0)
+        with pytest.raises(Refused, match="shutting down"):
+            await cluster.serve(an_ask(PROMPT, 4))
         with pytest.raises(Failed, match="shutting down"):
             await task
+        await draining
         await cluster.at_rest()
 
 
