@@ -1,12 +1,9 @@
-"""The `dango` command."""
+"""The `dango` command. What takes long to import is imported only in `_run`, where Ctrl-C is already ours."""
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
-
-from deploy import chat, serve
 
 ABOUT = """\
 Dango serves a language model over three pools: prefill instances compute the KV cache of prompts, a
@@ -41,16 +38,31 @@ VERBS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code."""
+    """Run the command line. Returns the exit code; that of Ctrl-C is 130, as in a shell."""
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    from deploy import chat, serve
+
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in MODULES:
         module = MODULES[arguments[0]]
         os.execv(sys.executable, [sys.executable, "-m", module, *arguments[1:]])
-    parsed = _parser().parse_args(arguments)
+    parser, parsers = _parser()
+    serve.add_arguments(parsers["serve"])
+    chat.add_arguments(parsers["chat"])
+    parsed = parser.parse_args(arguments)
     return serve.serve(parsed) if parsed.verb == "serve" else chat.chat(parsed)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser, and that of each verb."""
+    from importlib.metadata import version
+
     parser = argparse.ArgumentParser(
         prog="dango",
         description=ABOUT,
@@ -60,9 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dango {version('dango-serve')}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     parsers = {verb: verbs.add_parser(verb, help=sentence) for verb, sentence in VERBS.items()}
-    serve.add_arguments(parsers["serve"])
-    chat.add_arguments(parsers["chat"])
-    return parser
+    return parser, parsers
 
 
 if __name__ == "__main__":

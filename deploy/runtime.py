@@ -1,6 +1,7 @@
 """What a running service has on its machine besides processes: a private folder, a port, shared memory files."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -13,9 +14,26 @@ FOLDER_PREFIX = "dango-"
 LOCK_NAME = "supervisor.lock"
 SHM = Path("/dev/shm")
 
+SOCKET_PATH_BYTES_MAX = 107
+"""The kernel's limit for the path of a unix socket."""
+
+SOCKET_NAME_BYTES_MAX = len("/kvcache-63.sock")
+"""The longest name of a socket in the folder."""
+
+RANDOM_NAME_BYTES = 8
+"""What `tempfile` adds to a prefix."""
+
+
+A_PORT = "Another service may be running there; choose a port with --port, or let --port 0 choose."
+A_HOST = "Give --host a name or address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them."
+
 
 class PortTaken(Exception):
     """Somebody listens there already, or this machine does not have that address."""
+
+
+class NoRuntimeFolder(Exception):
+    """There is no place for our unix sockets; the text says what to set."""
 
 
 @contextlib.contextmanager
@@ -23,8 +41,11 @@ def runtime_folder() -> Iterator[Path]:
     """A folder that only this user may enter, for unix sockets; gone afterwards.
 
     Its lock is held as long as we live, so that a later start can tell what a killed supervisor left behind.
+    Raises NoRuntimeFolder.
     """
-    _sweep(Path(tempfile.gettempdir()))
+    parent = Path(tempfile.gettempdir())
+    _require_short(parent)
+    _sweep(parent)
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))  # mode 0700
     try:
         with (folder / LOCK_NAME).open("w") as lock:
@@ -32,6 +53,15 @@ def runtime_folder() -> Iterator[Path]:
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _require_short(parent: Path) -> None:
+    room = SOCKET_PATH_BYTES_MAX - SOCKET_NAME_BYTES_MAX - RANDOM_NAME_BYTES - len(f"/{FOLDER_PREFIX}")
+    if len(os.fsencode(parent)) > room:
+        raise NoRuntimeFolder(
+            f"the folder for temporary files, {parent}, has too long a path for unix sockets; set the environment "
+            f"variable TMPDIR to a folder of at most {room} characters, such as TMPDIR=/tmp."
+        )
 
 
 def _sweep(parent: Path) -> None:
@@ -50,12 +80,11 @@ def claim_port(host: str, port: int) -> int:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
             return int(probe.getsockname()[1])
+    except socket.gaierror as error:
+        raise PortTaken(f"cannot listen on {host}: the name is not known ({error.strerror}). {A_HOST}") from error
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise PortTaken(
-            f"cannot listen on {host} port {port}: {reason}. Another service may be running there; "
-            f"choose a port with --port, or let --port 0 choose."
-        ) from error
+        hint = A_HOST if error.errno == errno.EADDRNOTAVAIL else A_PORT
+        raise PortTaken(f"cannot listen on {host} port {port}: {error.strerror or error}. {hint}") from error
 
 
 def base_url(host: str, port: int) -> str:

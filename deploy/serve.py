@@ -12,7 +12,7 @@ from pathlib import Path
 from deploy.config import ServeConfig
 from deploy.fleet import Fleet, NotReady
 from deploy.instance import Command, Died, Instance
-from deploy.runtime import PortTaken, base_url, claim_port, runtime_folder
+from deploy.runtime import NoRuntimeFolder, PortTaken, base_url, claim_port, runtime_folder
 from engine.fetch import FetchError, model_name, resolve_model
 from protocol.settings import SettingsError, add_flags, load_section
 
@@ -64,12 +64,13 @@ def serve(arguments: argparse.Namespace) -> int:
     arguments.model = arguments.given_model or arguments.model
     try:
         config = load_section(ServeConfig, "serve", flags=arguments, environ=os.environ, file=arguments.config)
+        log_dir = _log_folder(config.log_dir)
         port = claim_port(config.host, config.port)
         model = _resolve(config.model, config.model_name)
         with runtime_folder() as folder:
             commands = plan(config, model, folder, port, arguments.config)
-            asyncio.run(_run(commands, config, model, base_url(config.host, port)))
-    except (SettingsError, PortTaken, FetchError, Died, NotReady) as error:
+            asyncio.run(_run(commands, config, log_dir, model, base_url(config.host, port)))
+    except (SettingsError, PortTaken, NoRuntimeFolder, FetchError, Died, NotReady) as error:
         print(f"dango: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # while fetching: nothing runs yet
@@ -103,11 +104,20 @@ def plan(config: ServeConfig, model: Model, folder: Path, port: int, config_file
     return commands
 
 
-async def _run(commands: Sequence[Command], config: ServeConfig, model: Model, url: str) -> None:
-    log_dir = Path(config.log_dir) if config.log_dir else None
-    if log_dir is not None:
-        log_dir.mkdir(parents=True, exist_ok=True)
+def _log_folder(path: str | None) -> Path | None:
+    """The folder for logs, made if it is not there. Raises SettingsError."""
+    if not path:
+        return None
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"log_dir is {path}, which cannot be used as a folder: {error.strerror}") from error
+    return Path(path)
 
+
+async def _run(
+    commands: Sequence[Command], config: ServeConfig, log_dir: Path | None, model: Model, url: str
+) -> None:
     def tell(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 

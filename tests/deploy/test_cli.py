@@ -79,3 +79,25 @@ def test_a_port_in_use_ends_serve_before_anything_starts() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("dango: cannot listen on 127.0.0.1 port")
     assert "starting" not in done.stderr
+
+
+def test_a_log_folder_that_is_a_file_is_told_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "log").touch()
+    done = dango("serve", "--port", "0", "--log-dir", str(tmp_path / "log"))
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith(f"dango: log_dir is {tmp_path / 'log'}, which cannot be used as a folder")
+
+
+def test_ctrl_c_while_it_still_imports_ends_it_without_a_word() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from deploy.cli import main\n"
+        "class Pressed:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'deploy.serve':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Pressed())\n"
+        "sys.exit(main(['serve', 'no/such/model', '--port', '0']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -7,12 +7,22 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from deploy.runtime import LOCK_NAME, PortTaken, base_url, claim_port, remove_shm, runtime_folder, shm_files
+from deploy.runtime import (
+    LOCK_NAME,
+    NoRuntimeFolder,
+    PortTaken,
+    base_url,
+    claim_port,
+    remove_shm,
+    runtime_folder,
+    shm_files,
+)
 
 
 @pytest.fixture
@@ -64,8 +74,38 @@ def test_a_port_in_use_is_told_in_a_sentence(taken_port: int) -> None:
 
 
 def test_an_address_of_another_machine_is_told_in_a_sentence() -> None:
-    with pytest.raises(PortTaken, match=r"cannot listen on 192\.0\.2\.1 port 8000"):
+    with pytest.raises(PortTaken, match=r"cannot listen on 192\.0\.2\.1 port 8000: .*Give --host"):
         claim_port("192.0.2.1", 8000)
+
+
+def test_a_name_of_no_machine_is_told_in_a_sentence() -> None:
+    with pytest.raises(
+        PortTaken, match=r"cannot listen on nosuchhost\.invalid: the name is not known.*Give --host"
+    ):
+        claim_port("nosuchhost.invalid", 8000)
+
+
+@pytest.fixture
+def shallow() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="dt-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_the_longest_socket_can_be_bound_or_the_folder_is_refused(
+    shallow: Path, monkeypatch: pytest.MonkeyPatch, more: int
+) -> None:
+    most = 107 - len("/dango-12345678/kvcache-63.sock")
+    parent = shallow / ("x" * (most - len(f"{shallow}/") + more))
+    parent.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(parent))
+    if not more:
+        with runtime_folder() as folder, socket.socket(socket.AF_UNIX) as longest:
+            longest.bind(str(folder / "kvcache-63.sock"))
+    else:
+        with pytest.raises(NoRuntimeFolder, match="set the environment variable TMPDIR"), runtime_folder():
+            pass
+        assert list(parent.iterdir()) == []
 
 
 def test_port_0_takes_a_free_one() -> None:
