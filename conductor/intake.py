@@ -1,12 +1,14 @@
 """The plain half of HTTP: the bytes of a body, within limits of size and time, and answers that are no streams."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from conductor.problem import Problem, invalid
 from conductor.shapes import dumps
@@ -24,6 +26,23 @@ LARGE_BODY_BYTES = 256 << 10
 LARGE_BODIES_MAX = 16
 """Large bodies held at once, from their first bytes too many to tokens: 128 MB. The rest of others stays in
 their sockets."""
+
+
+MALFORMED_CHARS_MAX = 200
+"""Of what was wrong with a malformed request, in the log: the rest is the client's own bytes."""
+
+
+class ServerLog(logging.LoggerAdapter[logging.Logger]):
+    """What the HTTP server logs. A client that does not speak HTTP gets a line at info; our faults stay errors."""
+
+    def log(self, level: int, msg: object, *args: object, **more: Any) -> None:
+        """Log something; every other method of a logger ends here."""
+        error = more.get("exc_info")
+        if isinstance(error, HttpProcessingError):
+            first = error.message.strip().partition("\n")[0][:MALFORMED_CHARS_MAX]
+            super().log(min(level, logging.INFO), "malformed request: %s: %r", type(error).__name__, first)
+        else:
+            super().log(level, msg, *args, **more)
 
 
 @dataclass(frozen=True)

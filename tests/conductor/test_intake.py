@@ -1,6 +1,7 @@
 """Bodies in and plain answers out, with deadlines."""
 
 import asyncio
+import logging
 import re
 import threading
 from collections.abc import AsyncIterator
@@ -10,7 +11,15 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from conductor.intake import LARGE_BODIES_MAX, LARGE_BODY_BYTES, Intake, error_response, json_response, send_whole
+from conductor.intake import (
+    LARGE_BODIES_MAX,
+    LARGE_BODY_BYTES,
+    Intake,
+    ServerLog,
+    error_response,
+    json_response,
+    send_whole,
+)
 from conductor.problem import Problem
 from conductor.sse import ClientGone
 from engine.tokenizer import Tokenizer
@@ -184,3 +193,47 @@ async def test_idle_senders_delay_nobody(tokenizer: Tokenizer, length: int | Non
             assert (await edge.complete(max_tokens=2, padding=padding))[0] == 200
         for sender in idle:
             sender.close()
+
+
+# --- what is logged ---
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"GARBAGE\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nno colon\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 20_000 + b"\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+    ],
+)
+async def test_a_malformed_request_is_one_line_at_info(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, request_: bytes
+) -> None:
+    caplog.set_level(logging.DEBUG, "conductor")
+    caplog.set_level(logging.DEBUG, "aiohttp")
+    async with an_edge(tokenizer) as edge:
+        assert b" 400 " in (await edge.raw(request_)).split(b"\r\n")[0]
+    (record,) = caplog.records
+    assert record.levelno <= logging.INFO
+    assert "\n" not in caplog.text.strip()
+    assert record.exc_info is None
+    assert len(record.getMessage()) < 300
+
+
+async def test_our_own_faults_are_logged_as_errors_with_their_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    async def broken(_http: web.Request) -> web.Response:
+        raise RuntimeError("a fault of ours")
+
+    app = web.Application()
+    app.router.add_get("/", broken)
+    runner = web.AppRunner(app, logger=ServerLog(logging.getLogger("conductor"), {}))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", runner.addresses[0][1])
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert b" 500 " in (await reader.read()).split(b"\r\n")[0]
+    writer.close()
+    await runner.cleanup()
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "RuntimeError: a fault of ours" in caplog.text
