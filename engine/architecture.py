@@ -47,8 +47,13 @@ class Architecture:
 
     def __post_init__(self) -> None:
         counts = (self.layers, self.hidden, self.heads, self.kv_heads, self.head_dim, self.intermediate)
-        if min(*counts, self.vocab, self.context_tokens) < 1:
+        if min(*counts, self.vocab) < 1:
             raise UnsupportedModel(f"every extent of a model must be positive: {self}")
+        if self.context_tokens < 2:
+            raise UnsupportedModel(
+                f"the model's context (max_position_embeddings; context_length in GGUF) is {self.context_tokens} "
+                "token, but a prompt and an answer need one each"
+            )
         if self.heads % self.kv_heads:
             raise UnsupportedModel(f"{self.heads} query heads do not divide among {self.kv_heads} KV heads")
         if self.head_dim % 2:

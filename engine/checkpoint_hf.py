@@ -48,12 +48,12 @@ def hf_architecture(folder: Path, tensors: dict[str, StoredTensor]) -> Architect
         layers=_need(config, "num_hidden_layers"),
         hidden=hidden,
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or _HEAD_DIM_DEFAULT.get(family, hidden // heads),
+        kv_heads=_whole(config, "num_key_value_heads") or heads,
+        head_dim=_whole(config, "head_dim") or _HEAD_DIM_DEFAULT.get(family, hidden // max(heads, 1)),
         intermediate=_need(config, "intermediate_size"),
         vocab=_need(config, "vocab_size"),
         context_tokens=_need(config, "max_position_embeddings"),
-        norm_eps=config.get("rms_norm_eps", 1e-6),
+        norm_eps=_number(config, "rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         rope_factors=False,
@@ -64,16 +64,33 @@ def hf_architecture(folder: Path, tensors: dict[str, StoredTensor]) -> Architect
 
 
 def _need(config: dict[str, Any], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int):
+    value = _whole(config, key)
+    if value is None:
         raise UnsupportedModel(f"config.json: {key} is missing")
     return value
+
+
+def _whole(config: dict[str, Any], key: str) -> int | None:
+    value = config.get(key)
+    if value is not None and type(value) is not int:
+        raise UnsupportedModel(f"config.json: {key} must be a whole number, not {value!r:.40}")
+    return value
+
+
+def _number(config: dict[str, Any], key: str, default: float) -> float:
+    """`default` for a value that is absent or null."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if type(value) not in (int, float):
+        raise UnsupportedModel(f"config.json: {key} must be a number, not {value!r:.40}")
+    return float(value)
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, Llama3Scaling | None]:
     """Base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    theta = _number(rope, "rope_theta", _number(config, "rope_theta", 10000.0))
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UnsupportedModel("partial rotary positions are not supported")
@@ -85,8 +102,8 @@ def _rope(config: dict[str, Any]) -> tuple[float, Llama3Scaling | None]:
     missing = [key for key in keys if key not in rope]
     if missing:
         raise UnsupportedModel(f"config.json: rope scaling 'llama3' without {missing[0]}")
-    factor, low, high, original = (rope[key] for key in keys)
-    return theta, Llama3Scaling(float(factor), float(low), float(high), int(original))
+    factor, low, high, original = (_number(rope, key, 0.0) for key in keys)
+    return theta, Llama3Scaling(factor, low, high, int(original))
 
 
 def _refuse_variants(config: dict[str, Any], family: str) -> None:

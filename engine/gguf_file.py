@@ -38,16 +38,23 @@ class GgufFile:
 
 def read_gguf(path: Path) -> GgufFile:
     """Read the header. Raises UnsupportedModel if it is damaged, of another version, or in several parts."""
+    damaged = f"{path.name} is a damaged or cut GGUF file"
+    if path.stat().st_size == 0:
+        raise UnsupportedModel(f"{damaged}: it is empty")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
             return _read(path, data)
-        except (struct.error, UnicodeDecodeError, IndexError) as error:
-            raise UnsupportedModel(f"{path.name}: damaged GGUF header ({error})") from error
+        except IndexError as error:
+            raise UnsupportedModel(f"{damaged}: {error}") from error
+        except (struct.error, UnicodeDecodeError) as error:
+            raise UnsupportedModel(damaged) from error
 
 
 def _read(path: Path, data: mmap.mmap) -> GgufFile:
     if data[:4] != b"GGUF":
         raise UnsupportedModel(f"{path.name} is not a GGUF file")
+    if len(data) < 24:
+        raise IndexError("it ends within its first fields")
     version, tensor_count, field_count = struct.unpack_from("<IQQ", data, 4)
     if version not in VERSIONS:
         raise UnsupportedModel(f"{path.name}: GGUF version {version}; supported: {VERSIONS}")
@@ -120,6 +127,8 @@ class _Cursor:
 
 
 def _form(kind: int) -> str:
+    if kind >= len(_SCALARS):
+        raise IndexError(f"a value of the unknown type {kind}")
     form = _SCALARS[kind]
     if form is None:
         raise IndexError("an array of arrays")

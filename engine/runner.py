@@ -54,10 +54,7 @@ class TorchEngine:
         self.pages = pages
         self.context_tokens = model.architecture.context_tokens
         self.model = model
-        self.cache = torch.empty(
-            (layout.layers, pages, 2, layout.block_tokens, layout.kv_heads, layout.head_dim),
-            dtype=DTYPES[layout.kv_type],
-        )
+        self.cache = _allocate(layout, pages)
         # The count of torch's threads belongs to the thread that calls torch, so it is set in there.
         self._thread = ThreadPoolExecutor(1, "engine", initializer=torch.set_num_threads, initargs=(threads,))
 
@@ -111,6 +108,18 @@ class TorchEngine:
             said = (*draw.sampling.stop_tokens, *draw.output[-1:])  # the others were the last once
             if any(not 0 <= token < vocab for token in said):
                 raise ValueError(f"a stop or output token is outside the vocabulary of {vocab}")
+
+
+def _allocate(layout: BlockLayout, pages: int) -> Tensor:
+    """The KV memory of an engine. Raises ValueError if the system does not give so much."""
+    shape = (layout.layers, pages, 2, layout.block_tokens, layout.kv_heads, layout.head_dim)
+    try:
+        return torch.empty(shape, dtype=DTYPES[layout.kv_type])
+    except RuntimeError as error:
+        raise ValueError(
+            f"there is no memory for {pages} KV pages of {layout.block_bytes} bytes, "
+            f"{pages * layout.block_bytes} bytes in all; lower context_tokens or pages"
+        ) from error
 
 
 class TorchPass:

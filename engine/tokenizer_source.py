@@ -58,9 +58,11 @@ def read_folder(folder: Path) -> TokenizerSource:
     config = _read_json(folder / "tokenizer_config.json")
     names = _names({**_read_json(folder / "special_tokens_map.json"), **config})
     stops = {backend.token_to_id(names["eos_token"])} if "eos_token" in names else set()
+    vocab = _folder_vocab(folder, backend)
     for name in ("generation_config.json", "config.json"):
         eos = _read_json(folder / name).get("eos_token_id")
-        stops.update(eos if isinstance(eos, list) else [eos])
+        for token in eos if isinstance(eos, list) else [] if eos is None else [eos]:
+            stops.add(_known(token, vocab, f"{folder.name}: {name}: eos_token_id"))
     return TokenizerSource(
         backend=backend,
         start=_folder_start(backend, config, names),
@@ -68,6 +70,20 @@ def read_folder(folder: Path) -> TokenizerSource:
         template=_folder_template(folder, config),
         names=names,
     )
+
+
+def _folder_vocab(folder: Path, backend: tokenizers.Tokenizer) -> int:
+    """How many ids there are: a model's own output may be padded to more than the tokenizer's."""
+    told = _read_json(folder / "config.json").get("vocab_size")
+    return max(told if type(told) is int else 0, backend.get_vocab_size(with_added_tokens=True))
+
+
+def _known(token: Any, vocab: int, name: str) -> int:
+    if type(token) is not int:
+        raise TokenizerError(f"{name} must be a token's id, not {token!r:.40}")
+    if not 0 <= token < vocab:
+        raise TokenizerError(f"{name} is {token}, outside the vocabulary of {vocab}")
+    return token
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -185,6 +201,9 @@ def source_of(metadata: Mapping[str, Any]) -> TokenizerSource:
     ids = {
         name: metadata.get(f"ggml.{name}_token_id") for name in ("bos", "eos", "unknown", "padding", "eot", "eom")
     }
+    for name, token in ids.items():
+        if token is not None:
+            _known(token, len(tokens), f"the GGUF file's tokenizer.ggml.{name}_token_id")
     spelled = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     stops = frozenset(token for name in ("eos", "eot", "eom") if (token := ids[name]) is not None)
     return TokenizerSource(

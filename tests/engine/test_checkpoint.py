@@ -144,6 +144,14 @@ REFUSED_CONFIGS = {
     "mlp_bias": {"mlp_bias": True},
     "quantised safetensors (gptq)": {"quantization_config": {"quant_method": "gptq"}},
     "num_hidden_layers is missing": {"num_hidden_layers": ...},
+    "config.json: num_hidden_layers must be a whole number, not '3'": {"num_hidden_layers": "3"},
+    "config.json: num_key_value_heads must be a whole number": {"num_key_value_heads": 2.5},
+    "config.json: head_dim must be a whole number": {"head_dim": True},
+    "config.json: rms_norm_eps must be a number, not 'a'": {"rms_norm_eps": "a"},
+    "config.json: rope_theta must be a number, not [1]": {"rope_parameters": ..., "rope_theta": [1]},
+    "every extent": {"num_attention_heads": 0, "head_dim": ...},
+    "context (max_position_embeddings; context_length in GGUF) is 1 token": {"max_position_embeddings": 1},
+    "context (max_position_embeddings; context_length in GGUF) is -5 token": {"max_position_embeddings": -5},
     "model.layers.3.input_layernorm.weight is missing": {"num_hidden_layers": 4},
     "model.layers.2.input_layernorm.weight belongs to no": {"num_hidden_layers": 2},
     "has shape [512, 96], not [511, 96]": {"vocab_size": 511},
@@ -173,7 +181,7 @@ def test_a_folder_beyond_the_family_is_refused_by_name(folder: Path, tmp_path: P
 
 REFUSED_FIELDS: dict[str, dict[str, Any]] = {
     "architecture 'gemma2'": {"general.architecture": "gemma2"},
-    "damaged GGUF header (alignment 0)": {"general.alignment": 0},
+    "a.gguf is a damaged or cut GGUF file: alignment 0": {"general.alignment": 0},
     "is one of 3 parts": {"split.count": 3},
     "rope scaling 'yarn'": {"rope.scaling.type": "yarn"},
     "partial rotary": {"rope.dimension_count": 8},
@@ -181,6 +189,7 @@ REFUSED_FIELDS: dict[str, dict[str, Any]] = {
     "mixture-of-experts": {"expert_count": 8},
     "sliding-window attention (64 of 2048": {"attention.sliding_window": 64},
     "llama.block_count is missing": {"block_count": None},
+    "context_length in GGUF) is 1 token": {"context_length": 1},
 }
 
 
@@ -210,10 +219,13 @@ def test_a_quantisation_that_nobody_reads(tmp_path: Path):
 
 def test_damaged_files(folder: Path, tmp_path: Path):
     whole = gguf_copy(folder, tmp_path / "a.gguf").read_bytes()
-    for length in (4, 23, 100, 400, 3000, len(whole) - 2000):
+    for length in (0, 4, 23, 100, 400, 3000, len(whole) - 2000):
         (tmp_path / "cut.gguf").write_bytes(whole[:length])
-        with pytest.raises(UnsupportedModel):
+        with pytest.raises(
+            UnsupportedModel, match=r"^cut\.gguf is (a damaged or cut GGUF file|cut short)"
+        ) as refusal:
             open_checkpoint(tmp_path / "cut.gguf")
+        assert "unpack" not in str(refusal.value)
     (tmp_path / "text.gguf").write_text("no model at all, but long enough for a header")
     with pytest.raises(UnsupportedModel, match="not a GGUF"):
         open_checkpoint(tmp_path / "text.gguf")

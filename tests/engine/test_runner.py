@@ -178,6 +178,13 @@ def test_settings_out_of_range(folder: Path, setting: dict[str, Any], reason: st
         )
 
 
+def test_kv_memory_beyond_the_system_names_what_to_lower(folder: Path):
+    with pytest.raises(
+        ValueError, match=r"1099511627776 KV pages of \d+ bytes, \d+ bytes .* context_tokens or pages"
+    ):
+        load_engine(open_checkpoint(folder), dtype="float32", pages=1 << 40, block_tokens=8, threads=1)
+
+
 def test_closing_twice_is_closing_once(folder: Path):
     engine = an_engine(folder)
     engine.close()

@@ -203,3 +203,27 @@ def test_unreadable_folders_are_refused(tmp_path: Path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizerError, match="not a tokenizer"):
         open_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(("eos", "reason"), [(512, "is 512, outside the vocabulary of 512"), ("2", "not '2'")])
+@pytest.mark.parametrize("listed", [False, True])
+def test_an_end_token_that_is_none_is_refused_by_name(
+    tmp_path: Path, name: str, eos: Any, reason: str, listed: bool
+):
+    tiny_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / name).write_text(json.dumps({"eos_token_id": [2, eos] if listed else eos}))
+    with pytest.raises(TokenizerError, match=f"{name}: eos_token_id .*{reason}"):
+        open_tokenizer(tmp_path)
+
+
+def test_an_end_token_of_a_padded_vocabulary_is_one(tmp_path: Path):
+    tiny_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 515, "vocab_size": 520}))
+    assert 515 in open_tokenizer(tmp_path).stop_tokens
+
+
+def test_an_end_token_outside_a_files_vocabulary_is_refused_by_name(tmp_path: Path):
+    path = byte_level_gguf(tmp_path / "a.gguf", "gpt-2", eot_token_id=512)
+    with pytest.raises(TokenizerError, match=r"eot_token_id is 512, outside the vocabulary of 512"):
+        open_tokenizer(path)
