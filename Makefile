@@ -11,7 +11,7 @@ SOURCES := protocol kernels engine kvcache_pool prefill_pool decode_pool conduct
 help:
 	@echo 'make run      fetch a small real model, start everything on http://127.0.0.1:8000'
 	@echo '              (ARGS="--prefill 2 --decode 2" are handed to `dango serve`)'
-	@echo 'make install  the same without the start: a virtual environment in $(VENV)'
+	@echo 'make install  only the virtual environment, in $(VENV)'
 	@echo 'make test     all tests (ARGS="tests/protocol -k rpc" for some of them)'
 	@echo 'make check    style, types, architecture'
 	@echo 'make bench    measurements (ARGS="tax --runs 9" for one of them)'

@@ -24,7 +24,7 @@ class KVCacheConfig:
     """Whether this instance also keeps the pool's directory; exactly one of a cluster should."""
 
     size_bytes: int = 768 << 20
-    """Memory given to KV blocks, in /dev/shm; it is taken as blocks come to be used."""
+    """Memory given to KV blocks, in /dev/shm; it is claimed whole at the start."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe log that is written."""
