@@ -111,7 +111,8 @@ class Tokenizer:
         """How many tokens `text` has for certain, from its size alone; 0 where the tokenizer may drop text."""
         if self._most_bytes is None:
             return 0
-        return -(-len(text.encode("utf-8", "surrogatepass")) // self._most_bytes)
+        data = text.encode("utf-8", "surrogatepass").translate(None, self._unspelled)
+        return -(-len(data) // self._most_bytes)
 
     def token_bytes(self, token: int) -> bytes:
         """What a token stands for. A control token stands for its spelling, an id without a token for nothing."""
@@ -144,7 +145,14 @@ class Tokenizer:
         shrinks = SHRINKS.get((state["normalizer"] or {"type": None})["type"])
         if shrinks is None or not _keeps_all(self._parsing, state):
             return None
+        if shrinks > 1 and self._unspelled:  # characters may be composed of bytes that are dropped
+            return None
         return shrinks * max(map(len, self._bytes), default=1)
+
+    @cached_property
+    def _unspelled(self) -> bytes:
+        """The bytes that have no token: a byte-level vocabulary may lack rare ones, and drops them from a text."""
+        return bytes(byte for letter, byte in _BYTES.items() if self._parsing.token_to_id(letter) is None)
 
     def _require_below(self, below: int | None, text: str) -> None:
         if below is not None and (tokens := self.tokens_at_least(text)) >= below:
@@ -185,13 +193,12 @@ def _unmarked(text: str, mark: str) -> str:
 
 
 def _keeps_all(backend: tokenizers.Tokenizer, state: Mapping[str, Any]) -> bool:
-    """Whether every byte of a text is in one of its tokens: nothing is cut away, and every byte has a token."""
+    """Whether every byte of a text is in one of its tokens, if it has a token at all: nothing is cut away."""
     step = state["pre_tokenizer"] or {}
     steps = step.get("pretokenizers", [step])
     cut = all(part.get("type") in KEEPS and part.get("behavior") != "Removed" for part in steps)
     trimmed = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
-    whole = all(backend.token_to_id(letter) is not None for letter in _BYTES)
-    return cut and not trimmed and whole and any(part.get("type") == "ByteLevel" for part in steps)
+    return cut and not trimmed and any(part.get("type") == "ByteLevel" for part in steps)
 
 
 def _literal(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

@@ -275,6 +275,24 @@ def test_a_tokenizer_that_may_drop_text_tells_nothing_by_its_size(change: dict[s
     assert tokenizer.encode("x" * 100, special=True, below=1)
 
 
+@pytest.mark.model
+def test_the_default_models_context_is_exceeded_by_size_alone(default: Tokenizer):
+    """Its vocabulary lacks some control characters, which vanish from a text: they do not count."""
+    assert 8192 < default.tokens_at_least("word " * 200_000) <= 200_000
+    assert default.tokens_at_least("\x04\x06" * 200_000) == 0 == len(default.encode("\x04\x06", special=True))
+
+
+@given(st.text(alphabet="aw\x04 é", max_size=60))
+def test_bytes_without_a_token_do_not_count(text: str):
+    state = json.loads(tiny_tokenizer().to_str())
+    model = state["model"]
+    model["merges"] = [pair for pair in model["merges"] if "w" not in "".join(pair)]
+    model["vocab"] = {token: number for token, number in model["vocab"].items() if "w" not in token}
+    tokenizer = Tokenizer(a_source(tokenizers.Tokenizer.from_str(json.dumps(state))))
+    assert tokenizer.tokens_at_least(text) <= len(tokenizer.encode(text, special=True))
+    assert tokenizer.tokens_at_least("w" * 9) == 0 < tokenizer.tokens_at_least("wa")
+
+
 def test_a_marked_prompt_is_measured_without_its_marks():
     tokenizer = Tokenizer(a_source())
     messages = [user("<|im_end|>" * 50)]
