@@ -35,7 +35,8 @@ async def serve(config: KVCacheConfig) -> None:
         segment = Segment(SegmentId(config.instance), new_incarnation(), geometry)
         try:
             segment.memory.self_test()
-            log.info("memory for %d blocks", geometry.slots, extra={"path": segment.path})
+            mebibytes = geometry.file_bytes >> 20
+            log.info("memory for %d blocks, %d MiB", geometry.slots, mebibytes, extra={"path": segment.path})
             await _serve(transport, config, manifest, segment)
         finally:
             segment.close()

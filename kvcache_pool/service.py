@@ -254,7 +254,7 @@ async def _say_goodbye(client: Client, place: Place) -> None:
     try:
         await client.call(goodbye, Done, within_s=ANNOUNCE_EVERY_S)
     except DangoError as error:  # it ends at the same time, or notices our silence
-        log.info("left without a farewell: %s", error)
+        log.debug("left without a farewell: %s", error)
 
 
 @contextmanager

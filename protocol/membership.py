@@ -37,16 +37,18 @@ class Member:
 
     async def run(self) -> None:
         """Until cancelled. Raises Mismatch or Superseded when the cluster will not have this instance."""
-        known = False
+        known, failures = False, 0
         try:
             while True:
                 try:
                     known = await (self._report() if known else self._register())
+                    failures = 0
                 except RemoteError:
                     raise
                 except DangoError as error:  # away or restarting: serving goes on with what is known
-                    log.warning("the conductor does not answer: %s", error)
-                    known = False
+                    known, failures = False, failures + 1
+                    level = logging.WARNING if failures > 1 else logging.DEBUG  # one failure: perhaps all stop
+                    log.log(level, "the conductor does not answer: %s", error)
                 await asyncio.sleep(REPORT_EVERY_S)
         finally:
             await self._leave()
@@ -69,4 +71,4 @@ class Member:
         try:
             await self._client.call(leave, Heard, within_s=LEAVE_S)
         except DangoError as error:
-            log.info("left without a farewell: %s", error)
+            log.debug("left without a farewell: %s", error)

@@ -79,7 +79,7 @@ def run_service(
     try:
         config = load_section(section, name, flags=flags, environ=os.environ, file=flags.config)
     except SettingsError as error:
-        parser.error(str(error))
+        parser.exit(2, f"dango {name}: {error}\n")
     configure_logging(getattr(config, "log_level", "info"))
     try:
         return run_process(serve(config))

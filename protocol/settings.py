@@ -223,4 +223,6 @@ def _shown(field: "dataclasses.Field[Any]") -> str:
     if field.name.endswith("_bytes") and isinstance(default, int):
         unit = next((unit for unit in ("GiB", "MiB", "KiB") if default and default % SIZES[unit] == 0), "")
         return f"{default // SIZES[unit]}{unit}"
-    return "none" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
+    if isinstance(default, bool):
+        return str(default).lower()
+    return "none" if default is None else str(default) or "empty"

@@ -37,6 +37,8 @@ class SampleConfig(BaseConfig):
     """A limit, or none."""
     name: str | None = "x"
     """A name, or none."""
+    model: str = ""
+    """A model."""
 
     def __post_init__(self) -> None:
         if self.queue_max < 1:
@@ -169,6 +171,7 @@ def test_help_has_every_sentence_and_default() -> None:
         "Memory. (default: 768MiB)",
         "Whether to hurry. (default: true)",
         "A limit, or none. (default: none)",
+        "A model. (default: empty)",
         "--kind a|b",
         "--no-quick",
     ):
@@ -178,7 +181,7 @@ def test_help_has_every_sentence_and_default() -> None:
 def test_sentences_of_inherited_fields_too() -> None:
     assert field_sentences(SampleConfig)["listen"] == "Where it listens: 100 % local."
     assert field_sentences(SampleConfig)["queue_max"] == "How many may wait, at most."
-    assert len(field_sentences(SampleConfig)) == 8
+    assert len(field_sentences(SampleConfig)) == 9
 
 
 def test_a_field_without_a_sentence_has_none() -> None:

@@ -1,0 +1,66 @@
+"""An instance's place in the registry while the Conductor comes and goes."""
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from protocol.errors import PeerLost
+from protocol.ids import Incarnation, InstanceId
+from protocol.membership import Member
+from protocol.message import Message
+from protocol.registry import Heard, Load, Pool, Register, Welcome
+from protocol.rpc import Client
+from protocol.zmq_transport import ZmqTransport
+from tests.fakes import MANIFEST
+
+
+class Uncertain(Client):
+    """Answers registrations as the script says, True for a Welcome; everything else is lost."""
+
+    script: list[bool]
+    over: asyncio.Event
+
+    async def call(self, message: Message, *_: Any, **__: Any) -> Any:
+        if isinstance(message, Register):
+            if not self.script:
+                self.over.set()
+            elif self.script.pop(0):
+                return Welcome(Heard(True, None))
+        raise PeerLost("gone")
+
+
+async def warnings_of(script: list[bool], caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What a member warns of until the script is over and it is told to end."""
+
+    async def heard(_: Heard) -> None:
+        return None
+
+    identity = Register(InstanceId("decode-0"), Incarnation("one"), Pool.DECODE, "ipc://x", "here", MANIFEST)
+    transport = ZmqTransport()
+    try:
+        client = Uncertain(transport, "ipc:///nowhere")
+        client.script, client.over = script, asyncio.Event()
+        task = asyncio.create_task(Member(client, identity, Load, heard).run())
+        await client.over.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    finally:
+        transport.close()
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+async def test_an_ordinary_stop_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """The Conductor ends first, so a report may be lost, and the farewell is."""
+    with caplog.at_level(logging.DEBUG):
+        assert await warnings_of([], caplog) == []
+    assert "left without a farewell: gone" in caplog.messages
+
+
+async def test_a_conductor_that_stays_away_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    assert await warnings_of([False], caplog) == ["the conductor does not answer: gone"]
+
+
+async def test_an_answer_between_two_failures_forgives_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    assert await warnings_of([False, True], caplog) == ["the conductor does not answer: gone"]
