@@ -238,9 +238,11 @@ def _refusal(text: str, status: int) -> str:
 
 def _read_line() -> str | None:
     """The next line of input; None at its end."""
+    terminal = sys.stdin.isatty()
     try:
-        return input("> " if sys.stdin.isatty() else "").strip()
+        return input("> " if terminal else "").strip()
     except EOFError:
+        print(end="\n" if terminal else "")  # the shell's prompt would stand behind ours
         return None
 
 

@@ -53,6 +53,9 @@ def _run(argv: Sequence[str] | None) -> int:
         module = MODULES[arguments[0]]
         os.execv(sys.executable, [sys.executable, "-m", module, *arguments[1:]])
     parser, parsers = _parser()
+    if not arguments:
+        parser.print_help()
+        return 0
     serve.add_arguments(parsers["serve"])
     chat.add_arguments(parsers["chat"])
     parsed = parser.parse_args(arguments)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import aiohttp
 
-from deploy.instance import Instance
+from deploy.instance import Instance, Tell
 from deploy.runtime import remove_shm, shm_files
 
 ASK_READY_EVERY_S = 0.2
@@ -27,8 +27,12 @@ class Fleet:
     The first instance is the Conductor: it is stopped first, and drains, while the others still work.
     """
 
-    def __init__(self, instances: Sequence[Instance], url: str, *, drain_s: float, stop_s: float) -> None:
+    def __init__(
+        self, instances: Sequence[Instance], url: str, tell: Tell, *, drain_s: float, stop_s: float
+    ) -> None:
+        """`tell` hears what a signal leads to."""
         self._instances = instances
+        self._tell = tell
         self._url = url
         self._drain_s = drain_s
         self._stop_s = stop_s
@@ -117,9 +121,12 @@ class Fleet:
         await asyncio.gather(*(instance.stop(self._stop_s) for instance in others))
 
     def _on_signal(self) -> None:
-        if self._asked.is_set():
+        if not self._asked.is_set():
+            self._asked.set()
+            self._tell(f"dango: stopping; running requests have {self._drain_s:g} s (Ctrl-C again: at once)")
+        elif not self._asked_again.is_set():
             self._asked_again.set()
-        self._asked.set()
+            self._tell("dango: stopping at once")
 
 
 async def _ask_ready(session: aiohttp.ClientSession, url: str) -> str | None:

@@ -96,7 +96,7 @@ class Instance:
                 raise Died(f"{self.command.name} ended ({how}). {self._last_words()}")
             delay_s = self._restart_delay_s * 2 ** (in_a_row - 1)
             again = f"starting it again in {delay_s:g} s (restart {in_a_row} of {RESTARTS_MAX} in a row)"
-            self._tell(f"{self.command.name} ended ({how}); {again}")
+            self._tell(f"dango: {self.command.name} ended ({how}); {again}")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(delay_s):
                     await self._stopping.wait()
@@ -113,7 +113,7 @@ class Instance:
             async with asyncio.timeout(within_s):
                 await process.wait()
         except TimeoutError:
-            self._tell(f"{self.command.name} did not end within {within_s:g} s; killing it")
+            self._tell(f"dango: {self.command.name} did not end within {within_s:g} s; killing it")
             await self.kill()
 
     async def kill(self) -> None:

@@ -4,16 +4,21 @@ import argparse
 import asyncio
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from conductor.config import ConductorConfig
+from decode_pool.config import DecodeConfig
 from deploy.config import ServeConfig
 from deploy.fleet import Fleet, NotReady
 from deploy.instance import Command, Died, Instance
 from deploy.runtime import NoRuntimeFolder, PortTaken, base_url, claim_port, runtime_folder
 from engine.fetch import FetchError, model_name, resolve_model
+from kvcache_pool.config import KVCacheConfig
+from prefill_pool.config import PrefillConfig
 from protocol.settings import SettingsError, add_flags, load_section
 
 ABOUT = """\
@@ -41,6 +46,14 @@ Every setting is also an environment variable, such as DANGO_SERVE_PORT=9000; th
 QUIET_THREADS = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
 """Several processes share the cores: a thread that waits by spinning takes them from its neighbours."""
 
+SECTIONS = {
+    "conductor": ConductorConfig,
+    "kvcache": KVCacheConfig,
+    "prefill": PrefillConfig,
+    "decode": DecodeConfig,
+}
+"""What the instances will read for themselves."""
+
 
 @dataclass(frozen=True)
 class Model:
@@ -65,6 +78,7 @@ def serve(arguments: argparse.Namespace) -> int:
     try:
         config = load_section(ServeConfig, "serve", flags=arguments, environ=os.environ, file=arguments.config)
         log_dir = _log_folder(config.log_dir)
+        check_sections(config, arguments.config)
         port = claim_port(config.host, config.port)
         model = _resolve(config.model, config.model_name)
         with runtime_folder() as folder:
@@ -77,6 +91,13 @@ def serve(arguments: argparse.Namespace) -> int:
         print("dango: stopped before anything was started", file=sys.stderr)
         return 130
     return 0
+
+
+def check_sections(config: ServeConfig, file: Path | None) -> None:
+    """Read what the instances will read: a mistake is told before anything starts. Raises SettingsError."""
+    shared = argparse.Namespace(dtype=config.dtype, block_tokens=config.block_tokens)
+    for name, section in SECTIONS.items():
+        load_section(section, name, flags=shared, environ=os.environ, file=file)
 
 
 def plan(config: ServeConfig, model: Model, folder: Path, port: int, config_file: Path | None) -> list[Command]:
@@ -131,24 +152,38 @@ async def _run(
         for command in commands
     ]
     tell(f"dango: starting {', '.join(command.name for command in commands)}")
-    fleet = Fleet(instances, url, drain_s=config.drain_s, stop_s=config.stop_s)
-    await fleet.run(config.ready_s, lambda: print(welcome(model, url), flush=True))
+
+    def tell_signal(line: str) -> None:
+        tell(f"\n{line}" if sys.stderr.isatty() else line)  # the terminal has just written ^C
+
+    fleet = Fleet(instances, url, tell_signal, drain_s=config.drain_s, stop_s=config.stop_s)
+    await fleet.run(config.ready_s, lambda: print(welcome(model, url, program()), flush=True))
     tell("dango: stopped")
 
 
-def welcome(model: Model, url: str) -> str:
+def welcome(model: Model, url: str, dango: str) -> str:
     """What a person wants to know when the service is up."""
     body = f'{{"model": "{model.name}", "stream": true, "messages": [{{"role": "user", "content": "Hello!"}}]}}'
-    chat = "dango chat" if url == "http://127.0.0.1:8000" else f"dango chat --url {url}"
+    chat = f"{dango} chat" if url == "http://127.0.0.1:8000" else f"{dango} chat --url {url}"
     return f"""
 Serving {model.name} at {url}
 
-  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+  curl -sN {url}/v1/chat/completions -H 'Content-Type: application/json' \\
     -d {shlex.quote(body)}
 
   {chat}    to talk with it here
   Ctrl-C    to stop
 """
+
+
+def program() -> str:
+    """How to call this command from here: by its name where a shell finds it, else by its path."""
+    called = Path(sys.argv[0]).absolute()
+    found = shutil.which("dango")
+    if called.name != "dango" or (found is not None and called.samefile(found)):
+        return "dango"
+    inside = called.is_relative_to(Path.cwd())
+    return shlex.quote(str(called.relative_to(Path.cwd()) if inside else called))
 
 
 def _resolve(spec: str | None, name: str | None) -> Model:

@@ -1,5 +1,6 @@
 """The `dango` command teaches, and does not load what it does not need."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -12,14 +13,15 @@ from deploy.cli import MODULES, VERBS
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def dango(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "deploy.cli", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+def dango(*arguments: str, **environ: str) -> "subprocess.CompletedProcess[str]":
+    argv = [sys.executable, "-m", "deploy.cli", *arguments]
+    env = os.environ | environ
+    return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
 
 
-def test_help_names_every_verb_with_examples() -> None:
-    done = dango("--help")
+@pytest.mark.parametrize("arguments", [("--help",), ()])
+def test_help_names_every_verb_with_examples(arguments: tuple[str, ...]) -> None:
+    done = dango(*arguments)
     assert done.returncode == 0
     for verb in VERBS:
         assert f"    {verb}" in done.stdout
@@ -41,7 +43,7 @@ def test_version_without_torch() -> None:
     assert done.stdout.startswith("dango 0.")
 
 
-@pytest.mark.parametrize("arguments", [(), ("fly",), ("serve", "--wings", "2")])
+@pytest.mark.parametrize("arguments", [("fly",), ("serve", "--wings", "2")])
 def test_what_it_does_not_know_is_refused(arguments: tuple[str, ...]) -> None:
     done = dango(*arguments)
     assert done.returncode == 2
@@ -71,6 +73,25 @@ def test_a_mistake_ends_serve_with_a_sentence(arguments: tuple[str, ...], senten
     assert done.returncode == 1
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["serve", "decode"])
+def test_a_mistake_in_the_settings_of_an_instance_is_one_sentence_before_anything_starts(verb: str) -> None:
+    done = dango(verb, DANGO_DECODE_BATCH_MX="8")
+    assert done.returncode == (1 if verb == "serve" else 2)
+    assert done.stderr.endswith(
+        ": unknown environment variable DANGO_DECODE_BATCH_MX; did you mean 'DANGO_DECODE_BATCH_MAX'?\n"
+    )
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_sections_are_checked_with_what_all_share(tmp_path: Path) -> None:
+    file = tmp_path / "dango.toml"
+    file.write_text("[prefill]\nchunk_tokens = 72")
+    given = ("no/such/model.gguf", "--port", "0", "--config", str(file))
+    assert "no/such/model.gguf" in dango("serve", *given, "--block-tokens", "24").stderr
+    done = dango("serve", *given)
+    assert done.stderr == "dango: [prefill] chunk_tokens must be a multiple of block_tokens (16)\n"
 
 
 def test_a_port_in_use_ends_serve_before_anything_starts() -> None:

@@ -90,7 +90,8 @@ class Scene:
         commands = [Command("conductor", ["-c", CONDUCTOR, str(port), str(unready), answer])]
         commands += [Command(f"other-{number}", ["-c", code]) for number, code in enumerate(others)]
         self.instances = [Instance(command, self.told, restart_delay_s=0.01) for command in commands]
-        self.fleet = Fleet(self.instances, base_url("127.0.0.1", port), drain_s=stop_s, stop_s=stop_s)
+        url = base_url("127.0.0.1", port)
+        self.fleet = Fleet(self.instances, url, self.told, drain_s=stop_s, stop_s=stop_s)
         self.ready = asyncio.Event()
 
     async def run(self, ready_s: float = 20.0) -> None:
@@ -109,11 +110,9 @@ async def test_ready_then_stopped_by_a_signal_conductor_first() -> None:
         pids = scene.running()
         assert len(pids) == 3
         os.kill(os.getpid(), signal.SIGTERM)
-    assert [line.split(" | ")[1] for line in scene.told.lines if UP not in line] == [
-        "conductor drained",
-        "other stopped",
-        "other stopped",
-    ]
+    first, *others = [line for line in scene.told.lines if UP not in line]
+    assert first == "dango: stopping; running requests have 5 s (Ctrl-C again: at once)"
+    assert [line.split(" | ")[1] for line in others] == ["conductor drained", "other stopped", "other stopped"]
     assert not any(map(psutil.pid_exists, pids))
 
 
@@ -141,6 +140,7 @@ async def test_a_second_signal_kills_at_once() -> None:
         await asyncio.sleep(0.2)
         os.kill(os.getpid(), signal.SIGINT)
     assert loop.time() - asked < 5
+    assert scene.told.lines[-1] == "dango: stopping at once"
     assert scene.running() == []
 
 

@@ -56,7 +56,7 @@ async def test_a_stubborn_one_is_killed_and_that_is_told() -> None:
         await told.ups(1)
         await instance.stop(0.2)
         await task
-    assert "prefill-0 did not end within 0.2 s; killing it" in told.lines
+    assert "dango: prefill-0 did not end within 0.2 s; killing it" in told.lines
 
 
 async def test_a_death_before_ready_is_final_and_shows_what_was_said() -> None:
@@ -78,8 +78,8 @@ async def test_after_ready_it_is_started_again() -> None:
         assert instance.restarts == 2
     again = [line for line in told.lines if "again" in line]
     assert again == [
-        "prefill-0 ended (killed by SIGKILL); starting it again in 0.01 s (restart 1 of 5 in a row)",
-        "prefill-0 ended (killed by SIGKILL); starting it again in 0.02 s (restart 2 of 5 in a row)",
+        "dango: prefill-0 ended (killed by SIGKILL); starting it again in 0.01 s (restart 1 of 5 in a row)",
+        "dango: prefill-0 ended (killed by SIGKILL); starting it again in 0.02 s (restart 2 of 5 in a row)",
     ]
 
 

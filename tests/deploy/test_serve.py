@@ -18,7 +18,7 @@ import pytest
 
 from deploy.config import ServeConfig
 from deploy.instance import Command
-from deploy.serve import Model, plan, welcome
+from deploy.serve import Model, plan, program, welcome
 from tests.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,12 +80,27 @@ def test_what_the_user_set_in_the_environment_stands(monkeypatch: pytest.MonkeyP
 
 
 def test_the_welcome_has_a_line_that_works_as_it_stands() -> None:
-    text = welcome(MODEL, "http://127.0.0.1:9000")
+    text = welcome(MODEL, "http://127.0.0.1:9000", "dango")
     body = re.search(r"-d '(.*)'", text)
     assert body is not None
     assert json.loads(body[1])["model"] == "m"
     assert "dango chat --url http://127.0.0.1:9000" in text
-    assert "  dango chat    " in welcome(MODEL, "http://127.0.0.1:8000")
+    assert "  .venv/bin/dango chat    " in welcome(MODEL, "http://127.0.0.1:8000", ".venv/bin/dango")
+
+
+def test_the_command_is_named_as_a_shell_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = tmp_path / "bin" / "dango"
+    called.parent.mkdir()
+    called.touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["bin/dango"])
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert program() == "bin/dango"
+    monkeypatch.chdir("/")
+    monkeypatch.setattr(sys, "argv", [str(called)])
+    assert program() == (str(called.relative_to("/")))
+    monkeypatch.setenv("PATH", str(called.parent))
+    assert program() == "dango"
 
 
 # -- real processes -----------------------------------------------------------------------------------
