@@ -10,6 +10,7 @@ from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import aiohttp
 import psutil
@@ -42,14 +43,17 @@ class Service:
     ready_s: float
     """From the command to the first 200 of /ready."""
 
-    def pss_bytes(self) -> dict[str, int]:
-        """Memory of each process: its own pages, and its share of those that several have mapped."""
+    def memory_bytes(self) -> dict[str, int]:
+        """Memory of each process: its own pages, and its share of the files that several have mapped. Segments
+        count apart and whole: they are claimed at the start, whether or not anybody has touched them yet."""
         found: dict[str, int] = {}
+        segments: dict[Path, int] = {}
         supervisor = psutil.Process(self.pid)
         for process in [supervisor, *supervisor.children(recursive=True)]:
             name = "supervisor" if process.pid == self.pid else _name_of(process.cmdline())
-            found[name] = found.get(name, 0) + process.memory_full_info().pss
-        return found
+            found[name] = found.get(name, 0) + _unshared_bytes(process.pid)
+            segments |= _segments_of(process)
+        return found | {"segments": sum(segments.values())}
 
     async def metric(self, http: aiohttp.ClientSession, name: str) -> float:
         """The sum of a metric's samples of this name. Raises KeyError if it has none."""
@@ -59,6 +63,19 @@ class Service:
         if not values:
             raise KeyError(name)
         return sum(values)
+
+
+def _segments_of(process: psutil.Process) -> dict[Path, int]:
+    """The segments that a process has mapped, with their whole size."""
+    paths = {Path(mapped.path) for mapped in process.memory_maps() if mapped.path.startswith("/dev/shm/dango-")}
+    return {path: 512 * path.stat().st_blocks for path in paths}
+
+
+def _unshared_bytes(pid: int) -> int:
+    """Of a process, without shared memory files: its proportional set size as the kernel splits it."""
+    parts = {"Pss_Anon:", "Pss_File:"}
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(1024 * int(line.split()[1]) for line in lines if line.split()[0] in parts)
 
 
 @asynccontextmanager

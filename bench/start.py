@@ -32,7 +32,7 @@ async def run(setup: Setup) -> list[Row]:
             few.append(_gib(service))
             await stream_answer(http, service.url, random_prompt(dice, long, vocab), ANSWER)
             much.append(_gib(service))
-            parts = service.pss_bytes()
+            parts = service.memory_bytes()
     return [
         Row("start to ready", "s", Spread.of(ready), limit=READY_S_MAX),
         Row(f"memory after {FEW} short requests", "GiB", Spread.of(few), limit=MEMORY_GIB_MAX),
@@ -42,4 +42,4 @@ async def run(setup: Setup) -> list[Row]:
 
 
 def _gib(service: Service) -> float:
-    return sum(service.pss_bytes().values()) / GIB
+    return sum(service.memory_bytes().values()) / GIB

@@ -66,7 +66,7 @@ def test_the_start_and_the_memory_of_every_process_are_measured(model: Path, tmp
     rows = measured(model, tmp_path, "start")
     assert 0 < rows["start to ready"]["measured"]["median"] < 100
     parts = [row["measured"]["median"] for name, row in rows.items() if "of that" in name]
-    assert len(parts) == 5
+    assert len(parts) == 6
     assert sum(parts) == pytest.approx(rows["memory after 7,000 tokens more"]["measured"]["median"], rel=0.1)
 
 
