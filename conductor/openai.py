@@ -1,6 +1,7 @@
 """Requests as OpenAI's clients spell them: checked field by field, then turned into samplings."""
 
 import logging
+from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
@@ -100,9 +101,9 @@ class Common(BaseModel):
         return self.max_tokens
 
     @property
+    @abstractmethod
     def top(self) -> int | None:
         """How many alternatives to report for each token; None for no logprobs at all."""
-        raise NotImplementedError
 
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that carries the usage."""
