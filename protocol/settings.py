@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 SECTIONS = ("conductor", "prefill", "kvcache", "decode", "serve")
 """The sections that the file may have."""
 
+OTHER_VARIABLES = ("DANGO_CACHE",)
+"""Variables of ours that are no setting: where fetched models are kept."""
+
 SIZES = {
     **{"": 1, "B": 1},
     **{f"{letter}iB": 1 << (10 * power) for power, letter in enumerate("KMGT", start=1)},
@@ -135,6 +138,7 @@ def _from_file(file: Path | None, name: str, known: Collection[str]) -> Iterable
 def _from_environ(environ: Mapping[str, str], name: str, known: Collection[str]) -> Iterable[tuple[str, str, Any]]:
     prefix = f"DANGO_{name.upper()}_"
     for variable in sorted(environ):
+        _require_section(variable)
         if not variable.startswith(prefix):
             continue
         key = variable.removeprefix(prefix).lower()
@@ -142,6 +146,15 @@ def _from_environ(environ: Mapping[str, str], name: str, known: Collection[str])
             names = [prefix + other.upper() for other in known]
             raise SettingsError(f"unknown environment variable {variable}{_nearest(variable, names)}")
         yield f"environment variable {variable}", key, environ[variable]
+
+
+def _require_section(variable: str) -> None:
+    """Raises SettingsError for a variable of ours that is of no section."""
+    first, _, rest = variable.partition("_")
+    section = rest.partition("_")[0]
+    if first == "DANGO" and variable not in OTHER_VARIABLES and section.lower() not in SECTIONS:
+        names = [f"DANGO_{other.upper()}_{rest.partition('_')[2]}" for other in SECTIONS]
+        raise SettingsError(f"unknown environment variable {variable}{_nearest(variable, names)}")
 
 
 def _from_flags(flags: argparse.Namespace | None, known: Collection[str]) -> Iterable[tuple[str, str, Any]]:

@@ -198,3 +198,12 @@ def test_sections_are_frozen() -> None:
     section = load()
     with pytest.raises(FrozenInstanceError):
         section.queue_max = 3  # type: ignore[misc]
+
+
+def test_a_variable_of_no_section_is_refused_and_others_are_none_of_our_business() -> None:
+    with pytest.raises(SettingsError, match=r"DANGO_PREFIL_THREADS.*DANGO_PREFILL_THREADS"):
+        load_section(SampleConfig, "prefill", environ={"DANGO_PREFIL_THREADS": "2"})
+    others = {"DANGO_CACHE": "/somewhere", "DANGO_DECODE_THREADS": "2", "PATH": "/bin", "DANGOLANG": "x"}
+    assert load_section(SampleConfig, "prefill", environ=others) == load_section(
+        SampleConfig, "prefill", environ={}
+    )
