@@ -69,10 +69,10 @@ class Scripted:
         async with asyncio.timeout(within_s), self.changed:
             await self.changed.wait_for(lambda: not self.running)
 
-    async def busy(self, within_s: float = 3.0) -> None:
-        """Returns when a request has arrived."""
+    async def busy(self, requests: int = 1, within_s: float = 3.0) -> None:
+        """Returns when so many requests have arrived since the start, and one still runs."""
         async with asyncio.timeout(within_s), self.changed:
-            await self.changed.wait_for(lambda: self.running > 0)
+            await self.changed.wait_for(lambda: self.running > 0 and len(self.asks) >= requests)
 
     async def _serve(self, ask: Ask, reply: Reply) -> None:
         await asyncio.sleep(self.play.first_s)

@@ -77,6 +77,7 @@ async def test_a_client_that_is_gone_disturbs_no_other(tokenizer: Tokenizer) -> 
     async with an_edge(tokenizer, DRIP) as edge:
         other = asyncio.ensure_future(edge.chat(max_tokens=20))
         _, writer = await connect(edge, stream=True)
+        await edge.serve.busy(requests=2)  # the other's arrival is not this one's
         writer.close()
         status, answer = await other
         assert (status, answer["usage"]["completion_tokens"]) == (200, 20)
