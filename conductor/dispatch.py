@@ -123,7 +123,8 @@ class Dispatcher:
             async with asyncio.timeout(within_s):
                 await self._idle.wait()
         for timeout in self._timeouts:
-            timeout.reschedule(asyncio.get_running_loop().time())
+            if not timeout.expired():  # else it is ending already, and cannot be moved
+                timeout.reschedule(asyncio.get_running_loop().time())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORD_S):
                 await self._idle.wait()
@@ -300,7 +301,7 @@ class Dispatcher:
         try:
             yield
         except BaseException as error:
-            outcome = {Refused: "refused", Failed: "failed"}.get(type(error), "cancelled")
+            outcome = {Refused: "refused", asyncio.CancelledError: "cancelled"}.get(type(error), "failed")
             raise
         finally:
             said = sum(len(choice.output) for choice in choices)

@@ -259,3 +259,16 @@ async def test_a_directory_that_comes_and_goes_costs_written_back_blocks_and_no_
                 await link.follow(address)
             assert (await task).tokens[0] == foretell([turn, *PROMPT], 60)
         assert not cluster.tasks["decode-0"].done()
+
+
+async def test_draining_passes_over_a_request_whose_deadline_is_ending_it_already():
+    async with a_cluster(layer_s=0.02) as cluster:
+        task = asyncio.create_task(cluster.serve(an_ask(LONG, 200, within_s=0.3)))
+        await asyncio.sleep(0.1)
+        (timeout,) = cluster.dispatcher._timeouts
+        async with asyncio.timeout(5):
+            while not timeout.expired():  # noqa: ASYNC110 - the moment is between two turns of the loop
+                await asyncio.sleep(0)
+        await cluster.dispatcher.drain(0.0)
+        with pytest.raises(Failed):
+            await task
