@@ -1,10 +1,32 @@
 """What the gateway asks of the dispatcher, and what it hears back. No HTTP object goes past this file."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol
 
 from engine.api import EndReason, Sampled, Sampling
 from protocol.ids import RequestId
+
+
+class Priority(Enum):
+    """A request's class. Batch is what waits, or is refused, first."""
+
+    INTERACTIVE = "interactive"
+    BATCH = "batch"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request wants of its latency; admission judges by it."""
+
+    ttft_s: float
+    """From arrival to the first token."""
+    tbt_s: float
+    """Between two tokens."""
+
+
+NO_LIMITS = Limits(float("inf"), float("inf"))
+"""Whatever it takes."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +41,8 @@ class Ask:
     salt: str = ""
     within_s: float = 600.0
     """The whole request's deadline, from its arrival."""
+    priority: Priority = Priority.INTERACTIVE
+    limits: Limits = NO_LIMITS
 
 
 class Reply(Protocol):
@@ -42,13 +66,20 @@ class Refusal:
     """The Conductor decided not to serve this now. A value, not a fault."""
 
     reason: str
-    """One of a fixed list: `no_prefill`, `no_decode`, `no_kvcache`, `pool_full`, `queue_full`, `draining`."""
+    """One of a fixed list: `no_prefill`, `no_decode`, `no_kvcache`, `pool_full`, `queue_full`, `draining`; and, by
+    prediction, `ttft` and `tbt`: the limit that would not hold."""
     text: str
     """A sentence for the client."""
     retry_after_s: float
     """When it is worth asking again."""
     status: int = 503
     """503: nobody can serve; 429: there is capacity, and it is taken."""
+    ttft_s: float | None = None
+    """The predicted time to first token, if that was looked at."""
+    tbt_s: float | None = None
+    """The predicted time between tokens, if that was looked at."""
+    limits: Limits | None = None
+    """What they were held against."""
 
 
 class Refused(Exception):

@@ -17,7 +17,7 @@ from conductor.metrics import Metrics
 from conductor.peers import Peers
 from conductor.place import Placement, Prompt, place
 from conductor.registry import Registry
-from conductor.view import Instance, View
+from conductor.view import Instance, Prefilling, Stream, View
 from decode_pool.api import Decode, DecodeBusy, Ended, Joined, Token
 from engine.api import Sampled, Sampling
 from engine.ending import end_of
@@ -216,7 +216,7 @@ class Dispatcher:
         )
         async with self._watched(instance):
             prefilled = await self._peers.of(instance).call(message, Prefilled, within_s=job.left_s)
-        self._view.release(instance, job.request, choices[0].index)
+        self._view.release(instance, (job.request, choices[0].index), _now())
         self._metrics.observe_queue(prefilled.queue_s)
         self._metrics.observe_prefill(prefilled.compute_s)
         self._metrics.observe_store_wait(prefilled.store_wait_s)
@@ -344,16 +344,18 @@ class Dispatcher:
     def _entered(self, plan: Placement, job: Job, choices: list[Choice], tokens: int) -> Iterator[None]:
         """The ledger's entries, made in the same breath as the placement: the next one must see them."""
         reused = plan.reuse * self._view.manifest.layout.block_tokens
-        self._view.place(plan.prefill, job.request, choices[0].index, tokens - reused)
-        for choice in choices:
-            self._view.place(plan.decode, job.request, choice.index, tokens)
+        keys = [(job.request, choice.index) for choice in choices]
+        now = _now()
+        self._view.enter(plan.prefill, keys[0], Prefilling(tokens - reused, reused, plan.ttft_s, now))
+        for key in keys:
+            self._view.enter(plan.decode, key, Stream(tokens, now + plan.ttft_s))
         self._metrics.placed()
         try:
             yield
         finally:
-            self._view.release(plan.prefill, job.request, choices[0].index)
-            for choice in choices:
-                self._view.release(plan.decode, job.request, choice.index)
+            self._view.release(plan.prefill, keys[0], _now())
+            for key in keys:
+                self._view.release(plan.decode, key, _now())
 
 
 class _Countdown:
@@ -375,3 +377,7 @@ def _refused(refusal: Refusal, choices: list[Choice]) -> Refused | Failed:
     if any(choice.output for choice in choices):
         return Failed(f"An instance was lost, and there was no other to go on: {refusal.text}")
     return Refused(refusal)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -25,7 +25,7 @@ class PrefillRates:
 
     def queue_s(self, instance: Instance) -> float:
         """Until a prompt placed now would start: the work that was placed there and has not ended."""
-        return instance.placed_tokens / self._of(instance)
+        return sum(prompt.tokens for prompt in instance.prompts.values()) / self._of(instance)
 
     def prefill_s(self, instance: Instance, tokens: int) -> float:
         """To compute `tokens` there."""
@@ -43,4 +43,4 @@ def transfer_s(layout: BlockLayout, blocks: int) -> float:
 def step_s(instance: Instance) -> float:
     """A decode step there with one more request than were placed there; 0 while nothing is known of it."""
     running = max(instance.load.running, 1)
-    return instance.load.step_s * (len(instance.placed) + 1) / running
+    return instance.load.step_s * (len(instance.streams) + 1) / running

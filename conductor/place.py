@@ -76,4 +76,4 @@ def _plan(
 
 
 def _load(instance: Instance) -> tuple[int, int]:
-    return len(instance.placed), instance.placed_tokens
+    return len(instance.streams), sum(stream.context for stream in instance.streams.values())

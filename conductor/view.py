@@ -7,6 +7,7 @@ report that is late means unknown, not full.
 import math
 from dataclasses import dataclass, field
 
+from conductor.ask import Priority
 from protocol.cluster import Manifest, Mismatch
 from protocol.ids import Incarnation, InstanceId, RequestId, SegmentId
 from protocol.registry import DEAD_AFTER_S, Load, Pool, Register, Superseded
@@ -15,9 +16,44 @@ DEAD_MAX = 256
 """Ended incarnations that are remembered, so that a late message of theirs is told from a newcomer's."""
 
 
+Key = tuple[RequestId, int]
+"""A request and one of its choices: an entry of the ledger."""
+
+
+@dataclass
+class Prefilling:
+    """A prompt that was placed on a prefill instance and is not computed yet."""
+
+    tokens: int
+    """To compute; those of the reused prefix do not count."""
+    prefix: int
+    """Reused tokens before them."""
+    seconds: float
+    """Predicted for it alone, loading included."""
+    since: float
+    """Its turn came then: when it was placed, or when the one before it was done."""
+
+
+@dataclass
+class Stream:
+    """One answer that a decode instance makes, or will make when its prompt has been computed."""
+
+    context: int
+    """Tokens of its prompt, whose KV every step reads."""
+    due_at: float
+    """When its prompt is expected to be computed."""
+    priority: Priority = Priority.INTERACTIVE
+    joined_at: float | None = None
+    """When it joined the batch; None while it is on its way."""
+    said: int = 0
+    """Tokens of the answer that we have heard."""
+    said_at: float = 0.0
+    """When we heard the last of them."""
+
+
 @dataclass
 class Instance:
-    """One living instance."""
+    """One living instance, and the ledger of what was placed there and has not ended."""
 
     name: InstanceId
     incarnation: Incarnation
@@ -26,14 +62,25 @@ class Instance:
     host: str
     directory: bool
     heard_at: float
+    kind: str = ""
     load: Load = field(default_factory=Load)
-    placed: dict[tuple[RequestId, int], int] = field(default_factory=dict)
-    """The ledger: tokens of each request that was placed here and has not ended."""
+    prompts: dict[Key, Prefilling] = field(default_factory=dict)
+    """Of a prefill instance, in the order in which it computes them."""
+    streams: dict[Key, Stream] = field(default_factory=dict)
+    """Of a decode instance."""
+
+    def queue_s(self, now: float) -> float:
+        """Predicted time until a prompt that is placed here now would have its turn."""
+        if not self.prompts:
+            return 0.0
+        first = next(iter(self.prompts.values()))
+        done = min(max(now - first.since, 0.0), first.seconds)
+        return sum(prompt.seconds for prompt in self.prompts.values()) - done
 
     @property
-    def placed_tokens(self) -> int:
-        """Tokens placed here and not ended."""
-        return sum(self.placed.values())
+    def idle(self) -> bool:
+        """Whether nothing is placed here."""
+        return not self.prompts and not self.streams
 
 
 class View:
@@ -61,11 +108,12 @@ class View:
             message.host,
             message.directory,
             now,
+            message.kind,
         )
         self._instances[message.instance] = newer
         if older is None or older.incarnation != message.incarnation:
             return older
-        newer.placed = older.placed  # the same life: what was placed there runs on
+        newer.prompts, newer.streams = older.prompts, older.streams  # the same life: what is there runs on
         return None
 
     def _require_free(self, message: Register, older: Instance | None) -> None:
@@ -135,13 +183,34 @@ class View:
         turn = peers.index(instance.name) if instance.name in peers else 0
         return SegmentId(segments[turn % len(segments)].name)
 
-    def place(self, instance: Instance, request: RequestId, choice: int, tokens: int) -> None:
+    def enter(self, instance: Instance, key: Key, entry: Prefilling | Stream) -> None:
         """Enter a placement in the ledger."""
-        instance.placed[request, choice] = tokens
+        if isinstance(entry, Prefilling):
+            instance.prompts[key] = entry
+        else:
+            instance.streams[key] = entry
 
-    def release(self, instance: Instance, request: RequestId, choice: int) -> None:
-        """The request no longer loads this instance."""
-        instance.placed.pop((request, choice), None)
+    def release(self, instance: Instance, key: Key, now: float) -> None:
+        """The request no longer loads this instance: it is done there, or gone."""
+        instance.streams.pop(key, None)
+        first = next(iter(instance.prompts), None)
+        instance.prompts.pop(key, None)
+        if first == key and instance.prompts:
+            following = next(iter(instance.prompts.values()))
+            following.since = max(following.since, now)
+
+    def joined(self, instance: Instance, key: Key, now: float) -> None:
+        """A stream has joined the batch of its decode instance."""
+        stream = instance.streams.get(key)
+        if stream is not None:
+            stream.joined_at = stream.said_at = now
+
+    def said(self, instance: Instance, key: Key, tokens: int, now: float) -> None:
+        """So many more tokens of a stream have come."""
+        stream = instance.streams.get(key)
+        if stream is not None:
+            stream.said += tokens
+            stream.said_at = now
 
     def missing(self) -> list[str]:
         """Why requests cannot be served: a sentence for each pool without an instance."""

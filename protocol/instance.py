@@ -33,11 +33,21 @@ class Role:
     host: str
     manifest: Manifest
     directory: bool = False
+    kind: str = ""
+    """See Register."""
 
     def register(self, address: str) -> Register:
         """The message that says so."""
-        name = InstanceId(self.instance)
-        return Register(name, self.incarnation, self.pool, address, self.host, self.manifest, self.directory)
+        return Register(
+            InstanceId(self.instance),
+            self.incarnation,
+            self.pool,
+            address,
+            self.host,
+            self.manifest,
+            self.directory,
+            self.kind,
+        )
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ REPORT_EVERY_S; a report that the registry does not recognise (it restarted, or 
 instance up for dead) is answered by `known=False`, and the instance registers again.
 """
 
+from dataclasses import field
 from enum import Enum
 
 from protocol.cluster import Manifest
@@ -46,10 +47,29 @@ class Register(Message):
     manifest: Manifest
     directory: bool = False
     """Whether this KVCache instance keeps the pool's directory."""
+    kind: str = ""
+    """What machine it is and how it computes: instances of one pool and kind take equal times for equal work."""
 
 
 class GetManifest(Message):
     """Asked by a KVCache instance, which has no model of its own, before it can lay out its memory."""
+
+
+TIMINGS_MAX = 64
+"""Timings in one report: enough for a fit, and small. Of more passes, the latest are told."""
+
+
+class Timing(Message):
+    """How long one forward pass took, for those who predict the next."""
+
+    step: int
+    """Which pass of this incarnation it was, counted from 1: a timing that comes twice is used once."""
+    tokens: int
+    """Of a prefill pass: tokens computed. Of a decode step: sequences in the batch."""
+    context: int
+    """Of a prefill pass: tokens of the same prompt whose KV was there before. Of a decode step: tokens whose KV it
+    read, over all sequences."""
+    seconds: float
 
 
 class Load(Message):
@@ -82,6 +102,8 @@ class Load(Message):
     """Requests preempted since the start."""
     bad_frames: int = 0
     """Frames dropped because they were no message."""
+    timings: list[Timing] = field(default_factory=list)
+    """Passes since the report before, at most TIMINGS_MAX."""
 
 
 class Report(Message):

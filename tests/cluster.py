@@ -118,7 +118,7 @@ class Cluster:
         for service in self.services.values():
             service.check()
         self.view.check()
-        assert all(not i.placed for pool in Pool for i in self.view.of(pool))
+        assert all(i.idle for pool in Pool for i in self.view.of(pool))
         return stats
 
     async def kill(self, name: str) -> None:

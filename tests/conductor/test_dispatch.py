@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from conductor.ask import Failed, Refused
+from conductor.view import Stream
 from engine.api import EndReason, Sampled
 from kvcache_pool.transfer.mover import Reach
 from protocol.ids import RequestId
@@ -114,7 +115,7 @@ async def test_a_decode_instance_dies_and_another_goes_on_with_the_tokens_so_far
         async with asyncio.timeout(5):
             while len(reply.tokens.get(1, [])) < 6:  # noqa: ASYNC110 - a test may poll
                 await asyncio.sleep(0.005)
-        (busy,) = [instance.name for instance in cluster.view.of(Pool.DECODE) if instance.placed]
+        (busy,) = [instance.name for instance in cluster.view.of(Pool.DECODE) if instance.streams]
         await cluster.kill(busy)
         await task
         assert reply.tokens == {n: foretell(PROMPT, 40) for n in range(2)}
@@ -223,11 +224,11 @@ async def test_an_answer_whose_last_token_was_said_is_over_though_nobody_lived_t
             return more
 
     async with a_cluster(decodes=2, layer_s=0.002) as cluster:
-        cluster.view.place(cluster.view.of(Pool.DECODE)[1], RequestId("elsewhere"), 0, 10**6)
+        cluster.view.enter(cluster.view.of(Pool.DECODE)[1], (RequestId("elsewhere"), 0), Stream(10**6, 0.0))
         reply = await cluster.serve(an_ask(PROMPT, 8), Deaf())
         assert reply.tokens[0] == foretell(PROMPT, 8)
         assert reply.ended == {0: EndReason.LENGTH}
-        cluster.view.release(cluster.view.of(Pool.DECODE)[0], RequestId("elsewhere"), 0)
+        cluster.view.release(cluster.view.of(Pool.DECODE)[0], (RequestId("elsewhere"), 0), 0.0)
 
 
 async def test_what_still_runs_when_the_time_to_drain_is_over_is_told_why():

@@ -2,7 +2,7 @@
 
 from conductor.ask import Refusal
 from conductor.place import Placement, Prompt, place
-from conductor.view import View
+from conductor.view import Prefilling, Stream, View
 from kvcache_pool.api import Found
 from protocol.ids import RequestId
 from protocol.registry import Load
@@ -19,7 +19,7 @@ def a_loaded_view(queued: dict[str, int] | None = None, rates: dict[str, float] 
     for name in ("prefill-0", "prefill-1"):
         the(view, name).load = Load(tokens_s=(rates or {}).get(name, 100.0))
     for name, tokens in (queued or {}).items():
-        view.place(the(view, name), RequestId("earlier"), 0, tokens)
+        view.enter(the(view, name), (RequestId("earlier"), 0), Prefilling(tokens, 0, tokens / 100, 0.0))
     return view
 
 
@@ -55,7 +55,7 @@ def test_an_instance_without_samples_is_taken_for_an_average_one():
     """Were it taken for slow, it would never get work, nor ever a sample."""
     view = a_loaded_view(rates={"prefill-0": 1e6})
     the(view, "prefill-1").load = Load()
-    view.place(the(view, "prefill-0"), RequestId("earlier"), 0, 40)
+    view.enter(the(view, "prefill-0"), (RequestId("earlier"), 0), Prefilling(40, 0, 0.4, 0.0))
     assert placed(view, NOTHING).prefill.name == "prefill-1"
 
 
@@ -64,7 +64,7 @@ def test_decode_goes_where_the_step_would_be_shortest_counting_what_is_on_its_wa
     for name in ("decode-0", "decode-1"):
         the(view, name).load = Load(running=2, step_s=0.01)
     for n in range(3):
-        view.place(the(view, "decode-0"), RequestId(f"on its way {n}"), 0, 10)
+        view.enter(the(view, "decode-0"), (RequestId(f"on its way {n}"), 0), Stream(10, 0.0))
     plan = placed(view, NOTHING)
     assert plan.decode.name == "decode-1"
     assert plan.near == "kvcache-1"

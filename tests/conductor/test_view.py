@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from conductor.view import DEAD_MAX, Instance, View
+from conductor.view import DEAD_MAX, Instance, Prefilling, Stream, View
 from protocol.cluster import Mismatch
 from protocol.ids import Incarnation, InstanceId, RequestId
 from protocol.registry import DEAD_AFTER_S, Load, Pool, Register, Superseded
@@ -125,12 +125,29 @@ def test_what_is_missing_is_named():
 def test_the_ledger_counts_tokens_until_they_are_released():
     view = a_view("decode-0")
     instance = the(view, "decode-0")
-    view.place(instance, RequestId("a"), 0, 100)
-    view.place(instance, RequestId("a"), 1, 50)
-    assert instance.placed_tokens == 150
-    view.release(instance, RequestId("a"), 0)
-    view.release(instance, RequestId("a"), 0)
-    assert instance.placed_tokens == 50
+    first, second = (RequestId("a"), 0), (RequestId("a"), 1)
+    view.enter(instance, first, Stream(100, due_at=1.0))
+    view.enter(instance, second, Stream(50, due_at=1.0))
+    view.joined(instance, first, 2.0)
+    view.said(instance, first, 3, 2.5)
+    assert instance.streams[first] == Stream(100, 1.0, joined_at=2.0, said=3, said_at=2.5)
+    view.release(instance, first, 3.0)
+    view.release(instance, first, 3.0)
+    view.said(instance, first, 1, 3.5)
+    assert list(instance.streams) == [second]
+
+
+def test_a_queue_shrinks_as_the_clock_runs_and_not_below_what_waits_behind_the_first():
+    view = a_view("prefill-0")
+    instance = the(view, "prefill-0")
+    first, second = (RequestId("a"), 0), (RequestId("b"), 0)
+    assert instance.queue_s(0.0) == 0.0
+    view.enter(instance, first, Prefilling(100, 0, seconds=2.0, since=0.0))
+    view.enter(instance, second, Prefilling(50, 0, seconds=1.0, since=0.5))
+    assert instance.queue_s(0.5) == pytest.approx(2.5)
+    assert instance.queue_s(9.0) == pytest.approx(1.0)
+    view.release(instance, first, 3.0)
+    assert instance.queue_s(3.25) == pytest.approx(0.75)
 
 
 def test_the_memory_of_ended_lives_is_bounded():
