@@ -46,7 +46,13 @@ class DecodeService:
     """Handlers for the instance's server, and the loop that steps the batch."""
 
     def __init__(
-        self, engine: Engine, mover: Mover, writeback: WriteBack, manifest: Manifest, config: DecodeConfig
+        self,
+        engine: Engine,
+        mover: Mover,
+        writeback: WriteBack,
+        manifest: Manifest,
+        config: DecodeConfig,
+        pace: Pace | None = None,
     ) -> None:
         self._engine = engine
         self._mover = mover
@@ -60,7 +66,7 @@ class DecodeService:
         self._streams: dict[Key, Stream] = {}
         self._work = asyncio.Event()
         self._between_steps = asyncio.Lock()
-        self._pace = Pace()
+        self._pace = pace or Pace()
         self._step_began: float | None = None
 
     def handlers(self) -> Mapping[type[Message], Handler]:
@@ -113,6 +119,7 @@ class DecodeService:
             step_s=self._pace.step_s,
             tokens_s=self._pace.tokens_s,
             preempted=self._schedule.preempted,
+            timings=self._pace.timings(),
         )
 
     def check(self) -> None:
@@ -195,7 +202,9 @@ class DecodeService:
             return
         finally:
             self._step_began = None
-        self._pace.count(sum(plan.draws for plan in plans), clock() - began)
+        context = sum(plan.end for plan in plans)
+        clean = all(plan.draws and plan.end == plan.start + 1 for plan in plans)
+        self._pace.count(sum(plan.draws for plan in plans), context, clock() - began, clean=clean)
         for plan, samples in zip(plans, drawn, strict=True):
             self._apply(plan, samples[0] if plan.draws else None)
 

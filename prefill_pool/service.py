@@ -25,7 +25,14 @@ log = logging.getLogger("dango.prefill")
 class PrefillService:
     """Handlers for the instance's server, and the loop that steps the engine."""
 
-    def __init__(self, engine: Engine, mover: Mover, directory: DirectoryLink, config: PrefillConfig) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        mover: Mover,
+        directory: DirectoryLink,
+        config: PrefillConfig,
+        pace: Pace | None = None,
+    ) -> None:
         self._engine = engine
         self._mover = mover
         self._directory = directory
@@ -34,7 +41,7 @@ class PrefillService:
         self._schedule = Schedule(self._pages, step, config.chunk_tokens, config.queue_max)
         self._jobs: dict[RequestId, Job] = {}
         self._work = asyncio.Event()
-        self._pace = Pace()
+        self._pace = pace or Pace()
         self._step_began: float | None = None
 
     def handlers(self) -> Mapping[type[Message], Handler]:
@@ -80,6 +87,7 @@ class PrefillService:
             step_age_s=0.0 if self._step_began is None else now - self._step_began,
             step_s=self._pace.step_s,
             tokens_s=self._pace.tokens_s,
+            timings=self._pace.timings(),
         )
 
     def check(self) -> None:
@@ -112,7 +120,7 @@ class PrefillService:
         else:
             if not job.stopped:
                 self._schedule.advance(chunk)
-                self._pace.count(chunk.end - chunk.start, clock() - began)
+                self._pace.count(chunk.end - chunk.start, chunk.start, clock() - began)
         finally:
             self._step_began = None
             job.idle.set()
