@@ -1,6 +1,7 @@
 """The conductor section of the configuration."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.config import ModelSettings
 
@@ -33,9 +34,74 @@ class ConductorConfig(ModelSettings):
     balancing_threshold: float = 2.0
     """A prefix elsewhere is fetched when it is this many times longer than the instance's own."""
 
+    ttft_limit_s: float = 30.0
+    """Longest time to the first token of an interactive request that names none, in seconds; 0 is no limit."""
+
+    tbt_limit_s: float = 0.5
+    """Longest time between tokens of an interactive request that names none, in seconds; 0 is no limit."""
+
+    batch_ttft_limit_s: float = 300.0
+    """Longest time to the first token of a batch request that names none, in seconds; 0 is no limit."""
+
+    batch_tbt_limit_s: float = 1.0
+    """Longest time between tokens of a batch request that names none, in seconds; 0 is no limit."""
+
+    refusal_status: int = 429
+    """HTTP status of a refusal because of load, 429 or 503; where nobody can serve it is always 503."""
+
+    admission: Literal["none", "at_decode", "early", "predictive", "survival"] = "survival"
+    """Which rule refuses by prediction: none; at_decode, only after the prefill; or, before it, by decode's load now
+    (early), by equal residence (predictive), or by the lengths of the answers so far (survival)."""
+
+    reserve: bool = True
+    """Whether decode's room is also counted as taken by requests that are admitted and still in prefill."""
+
+    hold: bool = True
+    """Whether a request that does not fit waits before its prefill, within its TTFT limit; only then is it refused."""
+
+    reserve_z: float = 2.0
+    """So many standard deviations are added to the load that is expected of decode."""
+
+    margin: float = 0.0
+    """A predicted time counts as too long when it is beyond its limit by more than this share of it."""
+
+    hysteresis: float = 0.0
+    """Once closed, a gate opens again when the prediction is below the limit by this share of it, less than 1."""
+
+    samples_min: int = 8
+    """With fewer fresh measurements of a kind of instance than this, nothing is refused by prediction."""
+
+    residence_s: float = 0.0
+    """How long predictive admission takes a request to stay in decode, in seconds; 0 takes the running mean."""
+
+    batch_share: float = 0.8
+    """Batch requests are admitted up to this share of the limits of a pool, which leaves the rest to interactive
+    ones."""
+
+    held_max: int = 1024
+    """Most requests held before their prefill; further ones are refused."""
+
+    held_tokens_max: int = 16_000_000
+    """Most prompt tokens of the requests held before their prefill; further ones are refused."""
+
+    overtaken_max: int = 8
+    """So many later requests may pass a held one that does not fit yet; then all behind it wait."""
+
+    batch_age_s: float = 60.0
+    """A held batch request counts as interactive after so many seconds, so that it is served in the end."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_positive("in_flight_max", "request_s", "keep_alive_s")
         self._require_not_negative("drain_s")
+        self._require_not_negative("ttft_limit_s", "tbt_limit_s", "batch_ttft_limit_s", "batch_tbt_limit_s")
+        self._require_not_negative("reserve_z", "margin", "samples_min", "residence_s", "overtaken_max")
+        self._require_positive("held_max", "held_tokens_max", "batch_age_s")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be from 0 to 65535, not {self.port}")
+        if self.refusal_status not in (429, 503):
+            raise ValueError(f"refusal_status must be 429 or 503, not {self.refusal_status}")
+        if not 0 <= self.hysteresis < 1:
+            raise ValueError(f"hysteresis must be 0 or more and less than 1, not {self.hysteresis}")
+        if not 0 < self.batch_share <= 1:
+            raise ValueError(f"batch_share must be more than 0 and at most 1, not {self.batch_share}")
