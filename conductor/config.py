@@ -50,14 +50,14 @@ class ConductorConfig(ModelSettings):
     """HTTP status of a refusal because of load, 429 or 503; where nobody can serve it is always 503."""
 
     admission: Literal["none", "at_decode", "early", "predictive", "survival"] = "survival"
-    """Which rule refuses by prediction: none; at_decode, only after the prefill; or, before it, by decode's load now
-    (early), by equal residence (predictive), or by the lengths of the answers so far (survival)."""
+    """Which rule refuses by prediction: none; at_decode, only after the prefill; or, before it, early (by decode's
+    load now), predictive (all stay equally long) or survival (by the lengths of the answers so far)."""
 
     reserve: bool = True
     """Whether decode's room is also counted as taken by requests that are admitted and still in prefill."""
 
     hold: bool = True
-    """Whether a request that does not fit waits before its prefill, within its TTFT limit; only then is it refused."""
+    """Whether what does not fit waits before its prefill, within its TTFT limit, before it is refused."""
 
     reserve_z: float = 2.0
     """So many standard deviations are added to the load that is expected of decode."""
