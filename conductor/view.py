@@ -84,12 +84,17 @@ class Instance:
 
 
 class View:
-    """All living instances. Mutates: register, report, leave, expire, place, release."""
+    """All living instances. Mutates: register, report, leave, expire, give_up, and the ledger's enter to sent."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
+        self.sending: dict[SegmentId, int] = {}
+        """Bytes of fetched prefixes that are on their way, by the segment that sends them."""
         self._instances: dict[InstanceId, Instance] = {}
         self._ended: dict[Incarnation, None] = {}
+        self._pools: dict[Pool, list[Instance]] = {}
+        self._homes: dict[tuple[InstanceId, str], SegmentId | None] = {}
+        self._changed()
 
     def register(self, message: Register, now: float) -> Instance | None:
         """Let an instance in; returns the older incarnation that it replaces. Raises Mismatch, Superseded."""
@@ -111,6 +116,7 @@ class View:
             message.kind,
         )
         self._instances[message.instance] = newer
+        self._changed()
         if older is None or older.incarnation != message.incarnation:
             return older
         newer.prompts, newer.streams = older.prompts, older.streams  # the same life: what is there runs on
@@ -144,6 +150,8 @@ class View:
         silent = [i for i in self._instances.values() if now - i.heard_at > DEAD_AFTER_S]
         for instance in silent:
             del self._instances[instance.name]
+        if silent:
+            self._changed()
         return silent
 
     def give_up(self, instance: Instance) -> bool:
@@ -153,11 +161,12 @@ class View:
         if self._instances.get(instance.name) is not instance:
             return False
         del self._instances[instance.name]
+        self._changed()
         return True
 
     def of(self, pool: Pool) -> list[Instance]:
         """The living instances of a pool, by name."""
-        return sorted((i for i in self._instances.values() if i.pool is pool), key=lambda i: i.name)
+        return self._pools[pool].copy()
 
     def find(self, name: InstanceId) -> Instance | None:
         """A living instance by name."""
@@ -175,7 +184,15 @@ class View:
         return totals[0] if totals and totals[0] else math.inf
 
     def home(self, instance: Instance) -> SegmentId | None:
-        """The segment nearest to an instance: on its host; instances of a pool are dealt over several."""
+        """The segment nearest to an instance: on its host; instances of a pool are dealt over several.
+
+        Every placement asks it of every instance, so it is kept until somebody joins or goes."""
+        place = instance.name, instance.host
+        if place not in self._homes:
+            self._homes[place] = self._home(instance)
+        return self._homes[place]
+
+    def _home(self, instance: Instance) -> SegmentId | None:
         segments = [i for i in self.of(Pool.KVCACHE) if i.host == instance.host] or self.of(Pool.KVCACHE)
         if not segments:
             return None
@@ -212,6 +229,17 @@ class View:
             stream.said += tokens
             stream.said_at = now
 
+    def send(self, source: SegmentId, bytes_: int) -> None:
+        """So many bytes begin their way from a segment; `sent` must follow."""
+        assert bytes_ > 0
+        self.sending[source] = self.sending.get(source, 0) + bytes_
+
+    def sent(self, source: SegmentId, bytes_: int) -> None:
+        """Bytes that `send` entered have arrived, or are given up."""
+        self.sending[source] -= bytes_
+        if not self.sending[source]:
+            del self.sending[source]
+
     def missing(self) -> list[str]:
         """Why requests cannot be served: a sentence for each pool without an instance."""
         gone = [f"no {pool.value} instance is alive" for pool in Pool if not self.of(pool)]
@@ -223,10 +251,20 @@ class View:
         """Asserts that names are unique and nobody is both alive and ended."""
         assert all(name == instance.name for name, instance in self._instances.items())
         assert not any(instance.incarnation in self._ended for instance in self._instances.values())
+        assert all(bytes_ > 0 for bytes_ in self.sending.values()), "what arrived had been sent"
+        assert sum(map(len, self._pools.values())) == len(self._instances)
+        assert all(self.home(i) == self._home(i) for i in self._instances.values())
+
+    def _changed(self) -> None:
+        """Who is alive has changed, and with it who is at home where."""
+        by_name = sorted(self._instances.values(), key=lambda i: i.name)
+        self._pools = {pool: [i for i in by_name if i.pool is pool] for pool in Pool}
+        self._homes.clear()
 
     def _end(self, instance: Instance) -> Instance:
         del self._instances[instance.name]
         self._ended[instance.incarnation] = None
         if len(self._ended) > DEAD_MAX:
             del self._ended[next(iter(self._ended))]
+        self._changed()
         return instance

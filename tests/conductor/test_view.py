@@ -6,7 +6,7 @@ import pytest
 
 from conductor.view import DEAD_MAX, Instance, Prefilling, Stream, View
 from protocol.cluster import Mismatch
-from protocol.ids import Incarnation, InstanceId, RequestId
+from protocol.ids import Incarnation, InstanceId, RequestId, SegmentId
 from protocol.registry import DEAD_AFTER_S, Load, Pool, Register, Superseded
 from tests.fakes import LAYOUT, MANIFEST
 
@@ -111,6 +111,35 @@ def test_without_a_segment_on_its_host_an_instance_is_at_home_elsewhere():
     view.register(a_register("decode-0", host="there"), 0.0)
     assert view.home(the(view, "decode-0")) == "kvcache-0"
     assert a_view("decode-0").home(the(view, "decode-0")) is None
+
+
+def test_homes_follow_whoever_joins_or_goes():
+    view = a_view("kvcache-0", "kvcache-1", "prefill-0", "prefill-1")
+    second = the(view, "prefill-1")
+    assert view.home(second) == "kvcache-1"
+    view.leave(InstanceId("prefill-0"), Incarnation("prefill-01"))
+    assert view.home(second) == "kvcache-0"
+    view.register(a_register("prefill-0", "2"), 0.0)
+    assert view.home(second) == "kvcache-1"
+    view.give_up(the(view, "kvcache-1"))
+    assert view.home(second) == "kvcache-0"
+    view.report(InstanceId("prefill-1"), Incarnation("prefill-11"), Load(), 9.0)
+    view.expire(9.0)
+    assert view.home(second) is None
+    view.check()
+
+
+def test_bytes_on_their_way_are_counted_by_the_segment_that_sends_them():
+    view = a_view("kvcache-0", "kvcache-1")
+    view.send(SegmentId("kvcache-0"), 100)
+    view.send(SegmentId("kvcache-0"), 50)
+    view.send(SegmentId("kvcache-1"), 7)
+    view.sent(SegmentId("kvcache-0"), 100)
+    view.check()
+    assert view.sending == {"kvcache-0": 50, "kvcache-1": 7}
+    view.sent(SegmentId("kvcache-0"), 50)
+    view.sent(SegmentId("kvcache-1"), 7)
+    assert view.sending == {}
 
 
 def test_what_is_missing_is_named():
