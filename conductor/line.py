@@ -1,0 +1,201 @@
+"""The line: requests that are held before their prefill, in the order in which they are tried. Pure.
+
+    first                                                                          last
+    [ interactive, and batch that has waited long | batch ]   in each: earliest due first
+                      ▲
+                      a barrier: it was overtaken so often that nobody behind it may go before it
+
+A request is judged when it arrives and again whenever something has changed. One that fits may pass those before
+it that do not: a short prompt need not wait for room for a long one. It may do so only so often, or long prompts
+would starve behind short ones.
+"""
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from conductor.ask import Priority
+from protocol.ids import RequestId
+
+PATIENCE_AGES = 2.0
+"""A request is due after so many times the age of ageing at the latest, whatever its deadline: those that arrive
+later come after it, so that one with a far deadline does not stand behind newcomers with near ones for ever."""
+
+FRONT, BACK = 0, 1
+"""The two ranks: interactive and aged batch; batch."""
+
+Entry = tuple[int, float, int, "Held"]
+"""Rank, when it is due, the number of its arrival in this line (which no other has), and who."""
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """One request in the line."""
+
+    key: RequestId
+    priority: Priority
+    tokens: int
+    """Of its prompt."""
+    arrived_at: float
+    """When its client asked."""
+    deadline: float
+    """When its hold must end: begun any later, its prefill would not meet the limit. Finite, since one that never
+    fits must not bar the line for ever."""
+    overtaken: int = 0
+    """So many have passed it."""
+
+
+class Line:
+    """All held requests. Owns the order, and both sums that bound it.
+
+    Always: sorted; at most `held_max` requests and `tokens_max` prompt tokens; nobody overtaken more than
+    `overtaken_max` times. Mutates: add, admitted, remove, expired; and each method that takes the time lets batch
+    requests age up to it.
+    """
+
+    def __init__(self, *, held_max: int, tokens_max: int, overtaken_max: int, age_s: float) -> None:
+        self._held_max = held_max
+        self._tokens_max = tokens_max
+        self._overtaken_max = overtaken_max
+        self._age_s = age_s
+        self._order: list[Entry] = []
+        self._entries: dict[RequestId, Entry] = {}
+        self._barrier: Entry | None = None  # the first that was overtaken as often as may be
+        self._ages_at = math.inf  # no batch request comes to the front before
+        self._arrivals = 0
+        self._tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __contains__(self, key: RequestId) -> bool:
+        return key in self._entries
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens of all that are held."""
+        return self._tokens
+
+    def add(self, held: Held, now: float) -> list[Held] | None:
+        """Let one in; returns whom it pushed out: if it is interactive and the line is full, batch requests that
+        stood last. None: there is no room for it, and nothing has changed.
+        """
+        assert held.key not in self._entries, f"{held.key} is held already"
+        self._age(now)
+        pushed = self._to_push(held)
+        if pushed is None:
+            return None
+        for other in pushed:
+            self._drop(self._entries[other.key])
+        self._insert(self._entry(held, now))
+        self._arrivals += 1
+        return pushed
+
+    def may_pass(self, newcomer: Held, now: float) -> bool:
+        """Whether one that is not held may be judged at once. If not, it must queue behind a barrier."""
+        self._age(now)
+        return self._barrier is None or self._entry(newcomer, now) < self._barrier
+
+    def candidates(self, now: float) -> Iterator[Held]:
+        """Those that may be judged, in order, down to a barrier. The line may change while this goes on: who has
+        left is passed over, and an admission that makes a barrier ends it there.
+        """
+        self._age(now)
+        for entry in list(self._order):
+            if self._barrier is not None and entry > self._barrier:
+                return
+            if self._entries.get(entry[-1].key) is entry:
+                yield entry[-1]
+
+    def admitted(self, held: Held, now: float) -> None:
+        """One goes to its prefill, from the line or straight past it: all that stand before it were overtaken."""
+        self._age(now)
+        entry = self._entries.get(held.key) or self._entry(held, now)
+        assert self._barrier is None or entry <= self._barrier, f"{held.key} went past a barrier"
+        for passed in self._order[: bisect_left(self._order, entry)]:
+            passed[-1].overtaken += 1
+        if held.key in self._entries:
+            self._drop(entry)
+        self._find_barrier()
+
+    def remove(self, key: RequestId) -> Held | None:
+        """One leaves without having been admitted; None if it is not held."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        self._drop(entry)
+        return entry[-1]
+
+    def expired(self, now: float) -> list[Held]:
+        """Take out those whose hold must end now, in order."""
+        over = [held for _, _, _, held in self._order if held.deadline <= now]
+        for held in over:
+            self._drop(self._entries[held.key])
+        return over
+
+    def check(self) -> None:
+        """Asserts what always holds."""
+        assert self._order == sorted(self._order)
+        assert {entry[-1].key: entry for entry in self._order} == self._entries
+        assert len(self._order) == len(self._entries) <= self._held_max
+        assert self._tokens == sum(entry[-1].tokens for entry in self._order) <= self._tokens_max
+        barriers = [entry for entry in self._order if entry[-1].overtaken >= self._overtaken_max]
+        assert all(entry[-1].overtaken <= self._overtaken_max for entry in self._order)
+        ages = [entry[-1].arrived_at + self._age_s for entry in self._order if entry[0] == BACK]
+        assert self._ages_at <= min(ages, default=math.inf)
+        assert self._barrier is (barriers[0] if barriers else None)
+
+    # --- the order
+
+    def _entry(self, held: Held, now: float) -> Entry:
+        waits = held.priority is Priority.BATCH and held.arrived_at + self._age_s > now
+        due = min(held.deadline, held.arrived_at + PATIENCE_AGES * self._age_s)
+        return (BACK if waits else FRONT, due, self._arrivals, held)
+
+    def _age(self, now: float) -> None:
+        """Moves batch requests that have waited long enough to the front."""
+        if now < self._ages_at:
+            return
+        self._ages_at = math.inf
+        for entry in self._order[bisect_left(self._order, (BACK,)) :]:
+            ages_at = entry[-1].arrived_at + self._age_s
+            if ages_at <= now:
+                self._drop(entry)
+                self._insert((FRONT, *entry[1:]))
+            else:
+                self._ages_at = min(self._ages_at, ages_at)
+
+    def _to_push(self, held: Held) -> list[Held] | None:
+        """The fewest batch requests, from the last on, whose going makes room; None if it cannot be made."""
+        count, tokens, pushed = len(self._order) + 1, self._tokens + held.tokens, list[Held]()
+        for rank, _, _, last in reversed(self._order):
+            if count <= self._held_max and tokens <= self._tokens_max:
+                break
+            if rank == FRONT or held.priority is Priority.BATCH:
+                return None
+            pushed.append(last)
+            count, tokens = count - 1, tokens - last.tokens
+        return pushed if count <= self._held_max and tokens <= self._tokens_max else None
+
+    def _insert(self, entry: Entry) -> None:
+        held = entry[-1]
+        insort(self._order, entry)
+        self._entries[held.key] = entry
+        self._tokens += held.tokens
+        if entry[0] == BACK:
+            self._ages_at = min(self._ages_at, held.arrived_at + self._age_s)
+        if held.overtaken >= self._overtaken_max and (self._barrier is None or entry < self._barrier):
+            self._barrier = entry
+
+    def _drop(self, entry: Entry) -> None:
+        held = entry[-1]
+        del self._order[bisect_left(self._order, entry)]
+        del self._entries[held.key]
+        self._tokens -= held.tokens
+        if self._barrier is entry:
+            self._find_barrier()
+
+    def _find_barrier(self) -> None:
+        overtaken = (entry for entry in self._order if entry[-1].overtaken >= self._overtaken_max)
+        self._barrier = next(overtaken, None)

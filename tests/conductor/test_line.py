@@ -1,0 +1,374 @@
+"""Those who are held: their order, who may pass whom and how often, the bounds, and that each ends once."""
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from conductor.ask import Priority
+from conductor.line import PATIENCE_AGES, Held, Line
+from protocol.ids import RequestId
+
+AGE_S = 10.0
+HELD_MAX = 6
+TOKENS_MAX = 100
+OVERTAKEN_MAX = 3
+
+
+def a_line(
+    held_max: int = HELD_MAX,
+    tokens_max: int = TOKENS_MAX,
+    overtaken_max: int = OVERTAKEN_MAX,
+    age_s: float = AGE_S,
+) -> Line:
+    return Line(held_max=held_max, tokens_max=tokens_max, overtaken_max=overtaken_max, age_s=age_s)
+
+
+def held(
+    name: str, *, batch: bool = False, tokens: int = 1, arrived_at: float = 0.0, deadline: float = 1000.0
+) -> Held:
+    priority = Priority.BATCH if batch else Priority.INTERACTIVE
+    return Held(RequestId(name), priority, tokens, arrived_at, deadline)
+
+
+def filled(line: Line, *several: Held, now: float = 0.0) -> Line:
+    for one in several:
+        assert line.add(one, now) == []
+        line.check()
+    return line
+
+
+def names(line: Line, now: float = 0.0) -> str:
+    return " ".join(one.key for one in line.candidates(now))
+
+
+# --- the order
+
+
+def test_interactive_before_batch_and_earliest_deadline_first() -> None:
+    several = [
+        held("b", batch=True, deadline=3.0),
+        held("late", deadline=9.0),
+        held("c", batch=True, deadline=2.0),
+        held("soon", deadline=4.0),
+    ]
+    assert names(filled(a_line(), *several)) == "soon late c b"
+
+
+def test_equal_deadlines_keep_the_order_of_arrival() -> None:
+    assert names(filled(a_line(), held("x", deadline=5.0), held("a", deadline=5.0))) == "x a"
+
+
+def test_a_far_deadline_does_not_stand_behind_later_arrivals_for_ever() -> None:
+    line = filled(a_line(), held("far", deadline=1e9))
+    filled(line, held("early", arrived_at=1.0, deadline=5.0), now=1.0)
+    late = PATIENCE_AGES * AGE_S
+    filled(line, held("late", arrived_at=late, deadline=late + 5.0), now=late)
+    assert names(line, late) == "early far late"
+
+
+def test_batch_that_has_waited_long_counts_as_interactive() -> None:
+    """B39 (c): the low ones still finish."""
+    line = filled(a_line(), held("b", batch=True, deadline=15.0), held("c", batch=True, arrived_at=5.0))
+    filled(line, held("i", arrived_at=9.0, deadline=16.0), now=9.0)
+    assert names(line, 9.9) == "i b c"
+    assert names(line, 10.0) == "b i c"
+    line.check()
+    assert names(line, 15.0) == "b i c"
+    line.check()
+    assert names(filled(line, held("j", arrived_at=16.0, deadline=100.0), now=16.0), 16.0) == "b i c j"
+
+
+def test_a_batch_request_that_comes_back_is_as_old_as_it_is() -> None:
+    line = filled(a_line(), held("i", deadline=50.0))
+    filled(line, held("b", batch=True, arrived_at=-AGE_S, deadline=20.0))
+    assert names(line) == "b i"
+
+
+def test_a_high_one_goes_before_low_ones_that_came_first() -> None:
+    """B39 (c): the high one is the next to be tried."""
+    line = filled(a_line(), *(held(f"low{n}", batch=True) for n in range(4)), held("high"))
+    assert names(line) == "high low0 low1 low2 low3"
+
+
+# --- who may pass whom
+
+
+def test_one_that_was_overtaken_as_often_as_may_be_is_a_barrier() -> None:
+    line = filled(a_line(), held("long", tokens=50), *(held(f"s{n}", deadline=2000.0) for n in range(5)))
+    for n in range(OVERTAKEN_MAX):
+        found = list(line.candidates(0.0))
+        assert [one.key for one in found] == ["long", *(f"s{m}" for m in range(n, 5))]
+        line.admitted(found[1], 0.0)
+        line.check()
+    assert names(line) == "long"
+    line.admitted(next(line.candidates(0.0)), 0.0)
+    line.check()
+    assert names(line) == "s3 s4"
+
+
+@pytest.mark.parametrize("leave", ["remove", "expired"])
+def test_a_barrier_that_goes_lets_the_others_pass(leave: str) -> None:
+    line = filled(a_line(overtaken_max=1), held("long", deadline=5.0), held("s0"), held("s1"))
+    line.admitted(list(line.candidates(0.0))[1], 0.0)
+    assert names(line) == "long"
+    gone = [line.remove(RequestId("long"))] if leave == "remove" else line.expired(5.0)
+    assert [one.key for one in gone if one is not None] == ["long"]
+    line.check()
+    assert names(line) == "s1"
+
+
+def test_an_admission_that_makes_a_barrier_ends_the_walk() -> None:
+    line = filled(a_line(), held("long"), *(held(f"s{n}", deadline=2000.0) for n in range(5)))
+    admitted = []
+    for one in line.candidates(0.0):
+        if one.key != "long":
+            line.admitted(one, 0.0)
+            admitted.append(one.key)
+    assert admitted == ["s0", "s1", "s2"]
+
+
+def test_who_left_during_the_walk_is_passed_over() -> None:
+    line = filled(a_line(), held("a"), held("b"), held("c"))
+    seen = []
+    for one in line.candidates(0.0):
+        seen.append(one.key)
+        line.remove(RequestId("b"))
+    assert seen == ["a", "c"]
+
+
+def test_a_newcomer_that_passes_counts_as_having_overtaken() -> None:
+    line = filled(a_line(overtaken_max=2), held("long", deadline=15.0))
+    for n in range(2):
+        newcomer = held(f"n{n}", deadline=19.0)
+        assert line.may_pass(newcomer, 0.0)
+        line.admitted(newcomer, 0.0)
+        line.check()
+    assert not line.may_pass(held("n2", deadline=19.0), 0.0)
+    assert not line.may_pass(held("b", batch=True, deadline=1.0), 0.0)
+    assert line.may_pass(held("urgent", deadline=14.0), 0.0)
+    assert len(line) == 1
+
+
+def test_nobody_goes_past_a_barrier() -> None:
+    line = filled(a_line(overtaken_max=0), held("long"), held("s"))
+    assert names(line) == "long"
+    with pytest.raises(AssertionError, match="s went past a barrier"):
+        line.admitted(line._entries[RequestId("s")][-1], 0.0)
+
+
+def test_an_interactive_one_overtakes_no_batch() -> None:
+    line = filled(a_line(overtaken_max=1), held("b", batch=True))
+    for n in range(3):
+        line.admitted(held(f"n{n}"), 0.0)
+    assert names(line) == "b"
+    assert next(line.candidates(0.0)).overtaken == 0
+
+
+@given(st.integers(0, 4), st.integers(1, 40))
+def test_a_long_one_begins_after_a_bounded_number_of_short_ones(overtaken_max: int, shorts: int) -> None:
+    """B39 (b): a long prompt needs all of the room, which short ones would take again and again."""
+    line = filled(a_line(held_max=100, overtaken_max=overtaken_max), held("long", tokens=4, deadline=10.0))
+    began: list[str] = []
+    running: list[int] = [1, 1]
+    for n in range(shorts):
+        filled(line, held(f"s{n}", deadline=20.0))
+        for one in line.candidates(0.0):
+            if sum(running) + one.tokens <= 4:
+                line.admitted(one, 0.0)
+                running.append(one.tokens)
+                began.append(one.key)
+        if running:
+            running.pop(0)
+    assert len(began if "long" not in began else began[: began.index("long")]) <= overtaken_max
+    assert "long" in began or shorts < overtaken_max + 4
+
+
+# --- the bounds
+
+
+def test_no_more_than_so_many() -> None:
+    """B41: the queue stays below its cap."""
+    line = filled(a_line(held_max=2), held("a"), held("b"))
+    assert line.add(held("c"), 0.0) is None
+    assert (names(line), len(line), line.tokens) == ("a b", 2, 2)
+    line.check()
+
+
+def test_no_more_than_so_many_tokens() -> None:
+    """B41: queued tokens stay below their cap, however few the requests are."""
+    line = filled(a_line(tokens_max=100), held("a", tokens=60))
+    assert line.add(held("b", tokens=41), 0.0) is None
+    assert a_line(tokens_max=100).add(held("huge", tokens=101), 0.0) is None
+    filled(line, held("c", tokens=40))
+    assert line.tokens == 100
+
+
+def test_an_interactive_one_pushes_out_the_batch_that_stands_last_and_no_more_than_it_needs() -> None:
+    several = [held("a"), *(held(f"b{n}", batch=True, tokens=30, deadline=5.0 + n) for n in range(3))]
+    line = filled(a_line(), *several)
+    assert line.add(held("c", batch=True, tokens=30, deadline=1.0), 0.0) is None
+    assert line.add(held("i", tokens=60), 0.0) == [several[3], several[2]]
+    line.check()
+    assert names(line) == "a i b0"
+    assert line.add(held("j", tokens=90), 0.0) is None
+    assert names(line) == "a i b0"
+
+
+def test_batch_that_has_aged_is_not_pushed_out() -> None:
+    line = filled(a_line(held_max=1), held("b", batch=True))
+    assert line.add(held("i", arrived_at=AGE_S), AGE_S) is None
+
+
+def test_expired_and_removed_are_out() -> None:
+    line = filled(a_line(), held("a", deadline=5.0), held("b", deadline=4.0), held("c", batch=True, deadline=5.0))
+    assert line.expired(3.9) == []
+    assert [one.key for one in line.expired(5.0)] == ["b", "a", "c"]
+    assert (len(line), line.tokens) == (0, 0)
+    assert line.remove(RequestId("a")) is None
+    assert RequestId("a") not in line
+
+
+# --- all of it together
+
+
+@dataclasses.dataclass
+class Seen:
+    """What a test knows of one request, without asking the line."""
+
+    one: Held
+    number: int
+    overtaken: int = 0
+
+    def stands(self, now: float) -> tuple[bool, float, int]:
+        batch = self.one.priority is Priority.BATCH and self.one.arrived_at + AGE_S > now
+        return (batch, min(self.one.deadline, self.one.arrived_at + PATIENCE_AGES * AGE_S), self.number)
+
+
+class AnyTraffic(RuleBasedStateMachine):
+    """Whatever comes in whatever order: the line does what a simple list would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = a_line()
+        self.now = 0.0
+        self.inside: list[Seen] = []
+        self.ended: list[RequestId] = []
+        self.taken_in: list[RequestId] = []
+        self.number = 0
+
+    def a_newcomer(self, batch: bool, tokens: int, patience: float) -> Held:
+        self.number += 1
+        one = held(f"r{self.number}", batch=batch, tokens=tokens, arrived_at=self.now)
+        one.deadline = self.now + patience
+        return one
+
+    def in_order(self) -> list[Seen]:
+        return sorted(self.inside, key=lambda seen: seen.stands(self.now))
+
+    def end(self, key: RequestId) -> None:
+        self.ended.append(key)
+        self.inside = [seen for seen in self.inside if seen.one.key != key]
+
+    @rule(batch=st.booleans(), tokens=st.integers(1, 40), patience=st.sampled_from([1.0, 5.0, 20.0, 500.0]))
+    def add(self, batch: bool, tokens: int, patience: float) -> None:
+        one = self.a_newcomer(batch, tokens, patience)
+        before = [seen.one for seen in self.in_order()]
+        full = len(before) == HELD_MAX or sum(other.tokens for other in before) + tokens > TOKENS_MAX
+        pushed = self.line.add(one, self.now)
+        assert full == (pushed != [])
+        if pushed is None:
+            assert [seen.one for seen in self.in_order()] == before
+            return
+        assert pushed == before[len(before) - len(pushed) :][::-1]
+        assert not pushed or not batch
+        for other in pushed:
+            assert other.priority is Priority.BATCH
+            self.end(other.key)
+        self.taken_in.append(one.key)
+        self.inside.append(Seen(one, self.number))
+
+    @rule(batch=st.booleans(), patience=st.sampled_from([1.0, 5.0, 20.0, 500.0]))
+    def pass_by(self, batch: bool, patience: float) -> None:
+        one = self.a_newcomer(batch, 1, patience)
+        place = Seen(one, self.number).stands(self.now)
+        before = [seen for seen in self.inside if seen.stands(self.now) < place]
+        may = all(seen.overtaken < OVERTAKEN_MAX for seen in before)
+        assert self.line.may_pass(one, self.now) == may
+        if may:
+            self.line.admitted(one, self.now)
+            for seen in before:
+                seen.overtaken += 1
+
+    @precondition(lambda self: self.inside)
+    @rule(data=st.data())
+    def admit(self, data: st.DataObject) -> None:
+        found = list(self.line.candidates(self.now))
+        one = data.draw(st.sampled_from(found))
+        for seen in self.in_order()[: found.index(one)]:
+            seen.overtaken += 1
+        self.line.admitted(one, self.now)
+        self.end(one.key)
+
+    @precondition(lambda self: self.inside)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        one = data.draw(st.sampled_from(self.inside)).one
+        assert self.line.remove(one.key) is one
+        self.end(one.key)
+
+    @rule(seconds=st.sampled_from([0.5, 3.0, AGE_S]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def expire(self) -> None:
+        over = self.line.expired(self.now)
+        assert {one.key for one in over} == {seen.one.key for seen in self.inside if seen.one.deadline <= self.now}
+        for one in over:
+            self.end(one.key)
+
+    @invariant()
+    def the_order_is_the_models_down_to_the_first_barrier(self) -> None:
+        expected = []
+        for seen in self.in_order():
+            expected.append(seen.one.key)
+            if seen.overtaken >= OVERTAKEN_MAX:
+                break
+        assert [one.key for one in self.line.candidates(self.now)] == expected
+
+    @invariant()
+    def nobody_is_overtaken_more_often_than_may_be(self) -> None:
+        assert all(seen.overtaken == seen.one.overtaken <= OVERTAKEN_MAX for seen in self.inside)
+
+    @invariant()
+    def bounds_hold_and_each_that_came_in_is_inside_or_has_ended_once(self) -> None:
+        self.line.check()
+        assert len(self.line) == len(self.inside) <= HELD_MAX
+        assert self.line.tokens == sum(seen.one.tokens for seen in self.inside) <= TOKENS_MAX
+        assert sorted([*self.ended, *(seen.one.key for seen in self.inside)]) == sorted(self.taken_in)
+
+
+TestAnyTraffic = AnyTraffic.TestCase
+
+
+def a_run(seed: int) -> list[tuple[str, ...]]:
+    """Everything that a line says on one seed's traffic."""
+    dice, line, said = random.Random(seed), a_line(), list[tuple[str, ...]]()
+    for n in range(300):
+        one = held(f"r{n}", batch=dice.random() < 0.5, tokens=dice.randint(1, 30), arrived_at=float(n))
+        one.deadline = n + dice.choice([3.0, 30.0])
+        said.append(tuple(other.key for other in line.add(one, n) or ()))
+        said.append(tuple(other.key for other in line.expired(n)))
+        found = list(line.candidates(n))
+        if found and dice.random() < 0.3:
+            line.admitted(dice.choice(found), n)
+        said.append(tuple(other.key for other in found))
+    return said
+
+
+def test_the_same_traffic_gives_the_same_line() -> None:
+    assert a_run(1) == a_run(1) != a_run(2)
