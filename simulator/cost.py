@@ -1,8 +1,8 @@
 """What a pass, a step and a transfer take on a machine that is not here: derived from its datasheet, or fitted.
 
 The derivations are those of the roofline: prefill is bound by arithmetic, decode by reading weights and KV. Each
-is a polynomial with the terms that the Conductor's estimates have. The Conductor never sees these numbers: it learns
-them from reports, as it does of real instances.
+is a polynomial with the terms that the Conductor's estimates have. The Conductor never sees these numbers: it
+learns them from reports, as it does of real instances.
 """
 
 import dataclasses
@@ -148,8 +148,8 @@ MEMORY_SHARE = 0.9
 """Of device memory that weights and KV may take; activations and the runtime keep the rest. vLLM's default."""
 
 PASS_LAUNCH_S = 0.010
-"""Of a prefill pass: launching the kernels of 80 layers, scheduling, sampling. A pass of fewer than about 120 tokens
-is bound by reading the weights (14 ms), not by arithmetic: there this line is up to 14 ms too low."""
+"""Of a prefill pass: launching the kernels of 80 layers, scheduling, sampling. A pass of fewer than about 120
+tokens is bound by reading the weights (14 ms), not by arithmetic: there this line is up to 14 ms too low."""
 
 STEP_LAUNCH_S = 0.009
 """Of a decode step beside its reads: launches (CUDA graphs), and the latency of 160 all-reduces of about 30 us."""

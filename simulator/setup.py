@@ -60,7 +60,7 @@ class Setup:
     placement: str = "global_cache_aware"
     """One of PLACEMENTS."""
     balancing_threshold: float | None = None
-    """A prefix elsewhere is fetched when it is so many times as long as the own; None: as the Conductor derives it."""
+    """A prefix elsewhere is fetched when it is so many times as long as the own; None: the Conductor's own."""
     admission: str = "survival"
     """One of ADMISSIONS."""
     reserve: bool = True
@@ -69,12 +69,14 @@ class Setup:
     """Wait before the prefill instead of being refused, inside the TTFT limit."""
     size_blind: bool = False
     """Whether a request fits is judged as if it were of mean length: a control."""
-    residence_s: float | None = None
-    """How long `predictive` takes every request to decode; None: the running mean."""
+    residence_s: float = 0.0
+    """How long `predictive` takes every request to decode; 0: the running mean."""
     z: float = 2.0
     """Standard deviations that `reserve` adds."""
     margin: float = 0.0
     """Refuse only what passes a limit by this share of it."""
+    hysteresis: float = 0.0
+    """Once closed, a gate opens again when the prediction is below the limit by this share of it."""
     ttft_limit_s: float = 30.0
     """From arrival to the first token."""
     tbt_limit_s: float = 0.1
@@ -107,7 +109,18 @@ class Setup:
         )
         self._require(0, False, *above)
         self._require(1, True, "chunk_tokens", "steps_max")
-        self._require(0, True, "skip", "equal_prompts", "segment_tokens", "z", "margin", "share_of_batch")
+        self._require(
+            0,
+            True,
+            "skip",
+            "equal_prompts",
+            "segment_tokens",
+            "z",
+            "margin",
+            "hysteresis",
+            "residence_s",
+            "share_of_batch",
+        )
         if self.thinned > 1 or self.share_of_batch > 1:
             raise ValueError("thinned and share_of_batch are at most 1")
         if min(self.limit or 1, self.output_limit or 1) < 1 or 0 in (self.limit, self.output_limit):

@@ -37,9 +37,9 @@ class Phase:
     output: LogNormal = LogNormal(343)
     """Of answers; likewise."""
     cv: float = 1.0
-    """Standard deviation over mean of the gamma distributed time between arrivals. 1 is Poisson, more is bursty."""
+    """Of the gamma distributed time between arrivals, deviation over mean. 1 is Poisson, more is bursty."""
     on_s: float = 0.0
-    """With `off_s`: arrivals come only in periods of this mean length (exponential), faster so that `rate` holds."""
+    """With `off_s`: arrivals come only in periods of this mean length, exponential. `rate` holds all the same."""
     off_s: float = 0.0
     """Mean length of the silence between; 0 for none."""
     prefixes: int = 0

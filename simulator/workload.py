@@ -144,7 +144,7 @@ def sliced(
     since_s: float = 0.0,
     until_s: float = float("inf"),
 ) -> list[Arrival]:
-    """Those from `since_s` to before `until_s`, without the first `skip`, at most `limit`; the first comes at 0."""
+    """Those from `since_s` to before `until_s`, less the first `skip`, at most `limit`; the first comes at 0."""
     chosen = [arrival for arrival in arrivals if since_s <= arrival.at_s < until_s][skip:]
     chosen = chosen if limit is None else chosen[:limit]
     return [replace(arrival, at_s=arrival.at_s - chosen[0].at_s) for arrival in chosen]
@@ -170,8 +170,8 @@ def equal_prompts(arrivals: Sequence[Arrival], tokens: int, share: bool = False)
     """Every prompt `tokens` long, as a control for rules that judge by length.
 
     Unless `share`, no block is ever seen twice: nothing can be reused, so every prompt costs the same prefill.
-    With `share` a prompt keeps its first blocks, cut or filled up with its own: who shared a prefix still does, but
-    the share of tokens that can be reused is another one, and prefills differ again.
+    With `share` a prompt keeps its first blocks, cut or filled up with its own: who shared a prefix still does,
+    but the share of tokens that can be reused is another one, and prefills differ again.
     """
     count = _blocks(tokens)
     fresh = 1 + max((max(arrival.blocks) for arrival in arrivals), default=0)
