@@ -35,6 +35,7 @@ PURE = {
     "conductor/place.py",
     "conductor/view.py",
     "conductor/estimate.py",
+    "conductor/lengths.py",
     "conductor/line.py",
     "conductor/text.py",
     "conductor/ask.py",
