@@ -49,6 +49,8 @@ class Stream:
     """Tokens of the answer that we have heard."""
     said_at: float = 0.0
     """When we heard the last of them."""
+    tbt_s: float = math.inf
+    """The time between tokens that it was promised: whoever joins it later must leave it that."""
 
 
 @dataclass
@@ -68,6 +70,8 @@ class Instance:
     """Of a prefill instance, in the order in which it computes them."""
     streams: dict[Key, Stream] = field(default_factory=dict)
     """Of a decode instance."""
+    foreign: int = 0
+    """Requests that a decode instance reported and the ledger knew nothing of at that moment."""
 
     def queue_s(self, now: float) -> float:
         """Predicted time until a prompt that is placed here now would have its turn."""
@@ -136,6 +140,8 @@ class View:
         if instance is None or instance.incarnation != incarnation:
             return False
         instance.load, instance.heard_at = load, now
+        if instance.pool is Pool.DECODE:
+            instance.foreign = max(load.running + load.waiting - len(instance.streams), 0)
         return True
 
     def leave(self, name: InstanceId, incarnation: Incarnation) -> Instance | None:

@@ -195,3 +195,15 @@ def test_a_name_belongs_to_one_pool_and_the_directory_to_one_instance():
     assert [i.name for i in view.of(Pool.DECODE)] == ["decode-0"]
     view.register(a_register("kvcache-0", "2", directory=True), 1.0)  # its own next life may
     view.check()
+
+
+def test_what_a_decode_instance_does_beyond_the_ledger_is_foreign():
+    """As after a restart of the Conductor: its instances go on with requests that it does not know."""
+    view = a_view("decode-0")
+    instance = the(view, "decode-0")
+    view.enter(instance, (RequestId("ours"), 0), Stream(10, 0.0))
+    for running, waiting, foreign in ((0, 0, 0), (1, 0, 0), (3, 1, 3)):
+        assert view.report(instance.name, instance.incarnation, Load(running=running, waiting=waiting), 1.0)
+        assert instance.foreign == foreign
+    view.release(instance, (RequestId("ours"), 0), 1.1)
+    assert instance.foreign == 3, "it is a matter of the report, not of what has ended since"
