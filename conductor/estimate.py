@@ -1,18 +1,150 @@
-"""Predicted times, from what instances report. Pure.
+"""Predicted times, fitted on line to what instances report. Pure; a prediction is a few products of floats.
 
-For now rates: a line through the origin. What is predicted here decides which instance is quickest.
+A forward pass reads the weights once (base), multiplies them with every token (linear), and compares every token
+with those before it (attention). So, with n tokens after a prefix of p in passes of at most `chunk`, and with B
+sequences of together C tokens of context:
+
+    prefill = ceil(n / chunk) * base + token * n + pair * n * (p + n / 2)
+    step    = base + row * B + token * C
+
+Instances of one pool and kind share one fit. No coefficient is below 0: more work never betters a prediction.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from conductor.fit import Three
+from conductor.kind import CHUNK_TOKENS, PREFILL_PRIOR, STEP_PRIOR, Kind
+from conductor.senders import TRANSFER_BYTES_S, Senders
 from conductor.view import Instance
 from protocol.blocks import BlockLayout
+from protocol.ids import Incarnation, SegmentId
+from protocol.registry import Pool, Timing
 
 PREFILL_TOKENS_S_UNKNOWN = 1000.0
 """Assumed while no prefill instance has computed anything yet. Equal for all, so it decides nothing."""
 
-TRANSFER_BYTES_S = 2e9
-"""Assumed of fetching a prefix from another segment: a cautious figure for one memory copy out and in."""
+SEEN_MAX = 1024
+"""Lives of instances whose latest timing is remembered; far more than live at once."""
+
+KINDS_MAX = 64
+"""Kinds that are remembered: a cluster has a few, and a restart with other settings may add one."""
+
+SECONDS_MIN, SECONDS_MAX = 1e-9, 1e6
+"""What a pass can take: a clock's tick to days. What lies beyond, or is no number, was not measured."""
+
+
+class StepLine(NamedTuple):
+    """A decode step's time as a line: seconds a step, a sequence in the batch, and a token of their context."""
+
+    base_s: float
+    row_s: float
+    token_s: float
+
+    def at(self, batch: float, context: float) -> float:
+        """Seconds of a step with `batch` sequences that have `context` tokens together."""
+        return self.base_s + self.row_s * batch + self.token_s * context
+
+
+class PassLine(NamedTuple):
+    """The time of a prompt's passes: seconds a pass, a token, and a pair of tokens; tokens of a pass at most."""
+
+    base_s: float
+    token_s: float
+    pair_s: float
+    chunk: int
+
+    def at(self, tokens: int, prefix: int) -> float:
+        """Seconds of all passes that compute `tokens` after a `prefix`."""
+        passes = -(-tokens // self.chunk)
+        return passes * self.base_s + tokens * (self.token_s + self.pair_s * (prefix + tokens / 2))
+
+
+class Estimates:
+    """Predicted times of all kinds of instances and all senders. Mutates: learn, learn_transfer; others cache.
+
+    A kind without samples is taken for the mean of the others, or for the prior while there are none: were it
+    taken for slow, it would get no work and so never a sample.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: OrderedDict[tuple[Pool, str], Kind] = OrderedDict()
+        self._seen: OrderedDict[Incarnation, int] = OrderedDict()
+        self._passes: dict[str, PassLine] = {}
+        self._steps: dict[str, StepLine] = {}
+        self._senders = Senders()
+
+    def learn(
+        self, pool: Pool, kind: str, incarnation: Incarnation, timings: Sequence[Timing], now: float
+    ) -> None:
+        """Take in a report of an instance. Each timing is used once, and one that makes no sense never."""
+        self._senders.now = max(self._senders.now, now)
+        new = [] if pool is Pool.KVCACHE else self._new_of(incarnation, timings)
+        if not new:
+            return
+        known = self._kinds.get((pool, kind)) or self._kinds.setdefault((pool, kind), Kind(pool))
+        self._kinds.move_to_end((pool, kind))
+        if len(self._kinds) > KINDS_MAX:
+            self._kinds.popitem(last=False)
+        known.learn(new, now)
+        self._passes.clear()
+        self._steps.clear()
+
+    def prefill_s(self, kind: str, tokens: int, prefix: int) -> float:
+        """To compute `tokens` after a `prefix` whose KV is there: all passes of it, once it has its turn."""
+        line = self._passes.get(kind)
+        if line is None:
+            known = self._kinds.get((Pool.PREFILL, kind))
+            chunk = CHUNK_TOKENS if known is None else known.chunk
+            line = self._passes[kind] = PassLine(*self._line(Pool.PREFILL, kind, PREFILL_PRIOR), chunk)
+        return line.at(tokens, prefix)
+
+    def step(self, kind: str) -> StepLine:
+        """The line of a decode step."""
+        line = self._steps.get(kind)
+        if line is None:
+            line = self._steps[kind] = StepLine(*self._line(Pool.DECODE, kind, STEP_PRIOR))
+        return line
+
+    def step_s(self, kind: str, batch: float, context: float) -> float:
+        """Of a decode step with `batch` sequences that have `context` tokens together."""
+        return self.step(kind).at(batch, context)
+
+    def learn_transfer(self, source: SegmentId, bytes_: int, seconds: float, now: float) -> None:
+        """A segment sent `bytes_` of KV in `seconds`, to whom and over what it may be."""
+        self._senders.learn(source, bytes_, seconds, now)
+
+    def transfer_s(self, source: SegmentId, bytes_: int, in_flight: int = 0) -> float:
+        """To fetch `bytes_` from a segment that has `in_flight` bytes to send before them."""
+        return self._senders.transfer_s(source, bytes_, in_flight)
+
+    def fresh(self, pool: Pool, kind: str, now: float) -> int:
+        """Samples heard within FRESH_S: whether a prediction speaks of the machines as they are now."""
+        known = self._kinds.get((pool, kind))
+        return 0 if known is None else known.fresh(now)
+
+    def _line(self, pool: Pool, kind: str, prior: Three) -> Three:
+        known = self._kinds.get((pool, kind))
+        if known is not None:
+            return known.fit.coefficients()
+        others = [other.fit.coefficients() for (of, _), other in self._kinds.items() if of is pool] or [prior]
+        sums = [sum(column) / len(others) for column in zip(*others, strict=True)]
+        return sums[0], sums[1], sums[2]
+
+    def _new_of(self, incarnation: Incarnation, timings: Sequence[Timing]) -> list[Timing]:
+        """Those not used before, in order of their steps."""
+        last, new = self._seen.get(incarnation, 0), []
+        for timing in timings:
+            if timing.step > last:
+                last = timing.step
+                if timing.tokens > 0 and timing.context >= 0 and SECONDS_MIN <= timing.seconds <= SECONDS_MAX:
+                    new.append(timing)
+        self._seen[incarnation] = last
+        self._seen.move_to_end(incarnation)
+        if len(self._seen) > SEEN_MAX:
+            self._seen.popitem(last=False)
+        return new
 
 
 class PrefillRates:
