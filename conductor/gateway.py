@@ -13,6 +13,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from aiohttp import hdrs, web
 
 from conductor.answer import Answer, Choice, Chunks, Listener, Part, Silence, Watch
-from conductor.ask import Ask, Failed, Refused, Serve
+from conductor.ask import Ask, Failed, Refusal, Refused, Serve
 from conductor.config import ConductorConfig
 from conductor.intake import Intake, ServerLog, error_response, expect, json_response, send_whole
 from conductor.metrics import CONTENT_TYPE, Metrics
@@ -166,7 +167,8 @@ class Gateway:
         arrived = _now()
         with self._counted(arrived) as ending:
             order = await self._order(http, take)
-            head = Head(f"{order.shape.id_prefix}{http[OWN_ID]}", _unix_s(), self._manifest.model)
+            name = f"{order.shape.id_prefix}{http[OWN_ID]}"
+            head = Head(name, _unix_s(), self._manifest.model, order.urgency.served_tier)
             work = self._streamed if order.stream else self._whole
             return await work(http, order, head, arrived, ending)
 
@@ -178,7 +180,7 @@ class Gateway:
         self._metrics.arrived()
         try:
             if self._open > REQUESTS_MAX:
-                raise overloaded(f"{REQUESTS_MAX} requests are open already.")
+                raise self._refused(overloaded(f"{REQUESTS_MAX} requests are open already."))
             yield ending
         except Problem as problem:
             ending.outcome = problem.outcome
@@ -191,14 +193,15 @@ class Gateway:
             self._metrics.left(ending.outcome, _now() - arrived)
 
     async def _order(self, http: web.Request, take: Take) -> Order:
-        """The body, checked and tokenised off the loop. Raises Problem."""
+        """The body, checked and tokenised off the loop; its headers too. Raises Problem."""
         seed = self._dice.getrandbits(SEED_BITS)
         try:
             async with asyncio.timeout(self._config.request_s), self._intake.body(http) as body:
                 threads = self._thread_of_large if body.large else self._threads
-                return await asyncio.get_running_loop().run_in_executor(threads, take, body.data, seed)
+                order = await asyncio.get_running_loop().run_in_executor(threads, take, body.data, seed)
         except TimeoutError:
             raise failed(self._too_late()) from None
+        return replace(order, urgency=order.urgency.with_headers(http.headers))
 
     async def _whole(
         self, http: web.Request, order: Order, head: Head, arrived: float, ending: Ending
@@ -207,7 +210,7 @@ class Gateway:
         try:
             await self._serve_all(http, order, answer, arrived)
         except Refused as error:
-            raise refused(error.refusal) from None
+            raise self._refused(error.refusal) from None
         except Failed as error:
             raise failed(error) from None
         choices = [
@@ -237,7 +240,7 @@ class Gateway:
         except ClientGone:
             ending.outcome = Outcome.CANCELLED
         except Exception as error:
-            ending.outcome = await _break_off(stream, _problem(error))
+            ending.outcome = await _break_off(stream, self._problem(error))
         return stream.response
 
     async def _until_served(
@@ -254,8 +257,9 @@ class Gateway:
     async def _serve_all(self, http: web.Request, order: Order, answer: Answer, arrived: float) -> None:
         """Every prompt to its end, side by side. Raises Refused or Failed of the first that was not served."""
         within_s = max(0.0, arrived + self._config.request_s - _now())
+        priority, limits = order.urgency.priority, order.urgency.limits(self._config)
         asks = [
-            Ask(request, prompt, samplings, salt=order.salt, within_s=within_s)
+            Ask(request, prompt, samplings, salt=order.salt, within_s=within_s, priority=priority, limits=limits)
             for request, prompt, samplings in zip(_names(http, order), order.prompts, order.samplings, strict=True)
         ]
         firsts = [number * len(ask.samplings) for number, ask in enumerate(asks)]
@@ -270,6 +274,20 @@ class Gateway:
         except TimeoutError:
             raise self._too_late() from None
         answer.require_complete()
+
+    def _problem(self, error: Exception) -> Problem:
+        match error:
+            case Refused():
+                return self._refused(error.refusal)
+            case Failed():
+                return failed(error)
+            case _:
+                logger.error("a mistake in a stream", exc_info=error)
+                return fault()
+
+    def _refused(self, refusal: Refusal) -> Problem:
+        self._metrics.refused(refusal.reason)
+        return refused(refusal, self._config.refusal_status)
 
     def _too_late(self) -> Failed:
         return Failed(f"The request did not end within {self._config.request_s:g} s.")
@@ -314,17 +332,6 @@ async def _break_off(stream: EventStream, problem: Problem) -> Outcome:
     except ClientGone:
         logger.debug("the client left before it could be told: %s", problem)
     return problem.outcome
-
-
-def _problem(error: Exception) -> Problem:
-    match error:
-        case Refused():
-            return refused(error.refusal)
-        case Failed():
-            return failed(error)
-        case _:
-            logger.error("a mistake in a stream", exc_info=error)
-            return fault()
 
 
 def _of_http(error: web.HTTPException) -> Problem:

@@ -40,6 +40,12 @@ SECONDS = (
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576)
 
+REASONS = (
+    *("no_prefill", "no_decode", "no_kvcache", "pool_full", "queue_full", "draining", "ttft", "tbt"),
+    "other",
+)
+"""Reasons of refusals, as `Refusal.reason` has them, and one for what is not among them."""
+
 BLOCK_STATES = ("used", "free", "leased", "pending")
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -129,6 +135,25 @@ class Metrics:
         """A prompt was placed again, since an instance died."""
         self._replaced.inc()
 
+    # --- the judgement
+
+    def refused(self, reason: str) -> None:
+        """A request was refused, for one of REASONS."""
+        self._refusals[reason if reason in self._refusals else "other"].inc()
+
+    def set_held(self, requests: int, tokens: int) -> None:
+        """So many requests wait before their prefill now, with so many tokens in their prompts."""
+        self._held.set(requests)
+        self._held_tokens.set(tokens)
+
+    def observe_hold(self, seconds: float) -> None:
+        """A request was held so long, whether it was admitted then or refused."""
+        self._hold.observe(seconds)
+
+    def judged(self, pool: Pool, load: float) -> None:
+        """How much of what its limits allow a compute pool carries, as admission saw it last; 1 is full."""
+        self._pool_load[pool].set(load)
+
     # --- instances, as their reports tell
 
     def set_pool_load(self, pool: Pool, instance: str, load: Load) -> None:
@@ -186,6 +211,7 @@ class Metrics:
             "dango:request_transfer_time_seconds", "Moving KV to the decode instance."
         )
         self._decode = self._histogram("vllm:request_decode_time_seconds", "From the first token to the last.")
+        self._hold = self._histogram("dango:hold_time_seconds", "Waiting before the prefill for room in decode.")
         self._prompt_lengths = self._histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self._output_lengths = self._histogram("vllm:request_generation_tokens", "Tokens of a choice.", TOKENS)
 
@@ -200,6 +226,8 @@ class Metrics:
         self._bad_frames = self._counter("dango:bad_frames", "Frames dropped because they were no message.")
         self._placed = self._counter("dango:placements", "Prompts that were given their instances.")
         self._replaced = self._counter("dango:replacements", "Prompts placed again since an instance died.")
+        refusals = Counter("dango:refusals", "Refusals.", ["model_name", "reason"], registry=self.registry)
+        self._refusals = {reason: refusals.labels(self._model, reason) for reason in REASONS}
         steps = Counter("dango:steps", "Forward passes.", ["model_name", "pool"], registry=self.registry)
         self._steps = {pool: steps.labels(self._model, pool.value) for pool in Pool}
         success = Counter(
@@ -218,6 +246,15 @@ class Metrics:
         self._in_flight = self._gauge("dango:requests_in_flight", "HTTP requests that wait for an answer.")
         self._running = self._gauge("vllm:num_requests_running", "Requests in the instances' current steps.")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Requests in the instances' queues.")
+        self._held = self._gauge("dango:held_requests", "Requests that wait before their prefill.")
+        self._held_tokens = self._gauge("dango:held_tokens", "Prompt tokens of requests that wait so.")
+        load = Gauge(
+            "dango:pool_load",
+            "Share of what the limits allow that a pool carries.",
+            ["model_name", "pool"],
+            registry=self.registry,
+        )
+        self._pool_load = {pool: load.labels(self._model, pool.value) for pool in (Pool.PREFILL, Pool.DECODE)}
         up = Gauge("dango:instances_up", "Instances alive.", ["model_name", "pool"], registry=self.registry)
         self._up = {pool: up.labels(self._model, pool.value) for pool in Pool}
         blocks = Gauge(

@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from conductor.problem import Problem, invalid
 from conductor.unserved import require_served
+from conductor.urgency import LIMIT_S_MAX, Tier, Urgency
 from engine.api import TOP_LOGPROBS_MAX, Sampling
 
 INT_MAX = 2**63 - 1
@@ -37,6 +38,7 @@ Count = Annotated[int, Field(ge=0, le=INT_MAX)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 StopString = Annotated[StrictStr, Field(min_length=1, max_length=STOP_CHARS_MAX)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+LimitSeconds = Annotated[float, Field(gt=0.0, le=LIMIT_S_MAX)]
 R = TypeVar("R", bound="Common")
 
 logger = logging.getLogger(__name__)
@@ -85,6 +87,14 @@ class Common(BaseModel):
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=SALT_CHARS_MAX)] | None = None
     """Prompts share cached KV only with prompts of the same salt."""
+    service_tier: Tier | None = None
+    """`flex` makes a request one of the batch class, every other tier an interactive one."""
+    priority: Annotated[int, Field(ge=-INT_MAX - 1, le=INT_MAX)] | None = None
+    """vLLM's, in which lower is earlier: more than 0 makes a request one of the batch class."""
+    ttft_limit_s: LimitSeconds | None = None
+    """Ours: the longest time to the first token, from arrival, by which admission judges."""
+    tbt_limit_s: LimitSeconds | None = None
+    """Ours: the longest time between tokens, by which admission judges."""
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -112,6 +122,10 @@ class Common(BaseModel):
     def continuous_usage(self) -> bool:
         """Whether every chunk carries the usage so far."""
         return self.include_usage() and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def urgency(self) -> Urgency:
+        """Its class and its own limits."""
+        return Urgency(self.service_tier, self.priority or 0, self.ttft_limit_s, self.tbt_limit_s)
 
     def samplings(self, room: int, end_tokens: Iterable[int], seed: int) -> list[Sampling]:
         """One for each choice; `room` tokens are left in the context, `seed` is used if the client gave none."""

@@ -8,6 +8,7 @@ from conductor.body import decode
 from conductor.openai import ChatRequest, Common, CompletionRequest, Reader
 from conductor.problem import Problem, invalid
 from conductor.shapes import ChatShape, CompletionShape, Shape
+from conductor.urgency import Urgency
 from engine.api import PromptTooLong, Sampling
 from engine.chat_template import MessageError, TemplateError, normalise_messages
 from protocol.cluster import Manifest
@@ -62,6 +63,7 @@ class Order:
     include_usage: bool
     continuous_usage: bool
 
+    urgency: Urgency
 
 class Orders:
     """Takes requests for one served model. Stateless but for the reader's memory: threads may share it."""
@@ -109,6 +111,7 @@ class Orders:
             include_usage=request.include_usage(),
             continuous_usage=request.continuous_usage(),
         )
+            urgency=request.urgency(),
 
     def require_model(self, name: str | None) -> None:
         """Raises Problem for the name of a model that is not served. None means whichever is."""

@@ -58,6 +58,8 @@ class Head:
     id: str
     created: int
     model: str
+    service_tier: str | None = None
+    """The tier that served it, if the request named one."""
 
 
 class Shape(Protocol):
@@ -162,7 +164,8 @@ def finite(logprob: float) -> float:
 
 
 def _object(kind: str, head: Head, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"id": head.id, "object": kind, "created": head.created, "model": head.model, "choices": choices}
+    made = {"id": head.id, "object": kind, "created": head.created, "model": head.model, "choices": choices}
+    return made if head.service_tier is None else made | {"service_tier": head.service_tier}
 
 
 def _content(told: Sequence[Told] | None) -> dict[str, Any] | None:

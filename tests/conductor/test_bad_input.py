@@ -79,6 +79,10 @@ BODIES: list[tuple[bytes, str | None]] = [
     (GOOD[:-1] + b', "logprobs": true, "top_logprobs": 21}', "top_logprobs"),
     (GOOD[:-1] + b', "stream_options": {"include_usage": true}}', "stream_options"),
     (GOOD[:-1] + b', "min_tokens": 3}', "min_tokens"),
+    (GOOD[:-1] + b', "service_tier": "gold"}', "service_tier"),
+    (GOOD[:-1] + b', "priority": "high"}', "priority"),
+    (GOOD[:-1] + b', "ttft_limit_s": 0}', "ttft_limit_s"),
+    (GOOD[:-1] + b', "tbt_limit_s": 3601}', "tbt_limit_s"),
     (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', None),
 ]
 

@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import math
 import random
 from typing import Any
 
 import openai
 import pytest
 
-from conductor.ask import Failed, Refusal, Refused
+from conductor.ask import Failed, Limits, Priority, Refusal, Refused
 from engine.tokenizer import Tokenizer
 from tests.conductor.edge import CONTEXT, MODEL, an_edge, deltas, texts
 from tests.conductor.scripted import Play
@@ -248,7 +249,94 @@ async def test_a_refusal_has_its_status_and_says_when_to_come_back(
         assert response.status == status
         assert response.headers["Retry-After"] == "3"
         body = {"message": "all is taken", "type": kind, "param": None, "code": "queue_full"}
-        assert await response.json() == {"error": body}
+        ours = {"reason": "queue_full", "retry_after_s": 2.2}
+        assert await response.json() == {"error": body | {"dango": ours}}
+
+
+TOO_LATE = Refused(
+    Refusal("ttft", "The prefill pool is busy.", 7.0, 429, ttft_s=41.24, tbt_s=0.0312, limits=Limits(30.0, 0.5))
+)
+
+
+async def test_the_openai_client_sees_a_rate_limit_with_the_prediction(tokenizer: Tokenizer) -> None:
+    async with an_edge(tokenizer, Play(error=TOO_LATE)) as edge, edge.client() as client:
+        with pytest.raises(openai.RateLimitError, match=r"predicted after 41\.2 s; the limit is 30 s") as caught:
+            await client.chat.completions.create(model=MODEL, messages=HELLO)
+    assert caught.value.response.headers["Retry-After"] == "7"
+    assert caught.value.code == "ttft"
+    assert isinstance(caught.value.body, dict)
+    assert caught.value.body["dango"] == {
+        "reason": "ttft",
+        "predicted_ttft_s": 41.24,
+        "predicted_tbt_s": 0.031,
+        "ttft_limit_s": 30.0,
+        "tbt_limit_s": 0.5,
+        "retry_after_s": 7.0,
+    }
+
+
+async def test_the_openai_client_comes_back_when_it_was_told(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept = []
+    async with an_edge(tokenizer, Play(error=TOO_LATE)) as edge, edge.client() as client:
+
+        async def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            edge.serve.play.error = None
+
+        monkeypatch.setattr("openai._base_client.anyio.sleep", sleep)
+        again = client.with_options(max_retries=1)
+        answer = await again.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=1)
+    assert slept == [7.0]
+    assert answer.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_status_of_refusals_by_load_can_be_chosen(tokenizer: Tokenizer, stream: bool) -> None:
+    async with an_edge(tokenizer, Play(error=TOO_LATE), refusal_status=503) as edge:
+        status, answer = await edge.chat(stream=stream)
+    assert (status, answer["error"]["type"], answer["error"]["code"]) == (503, "overloaded_error", "ttft")
+
+
+# --- classes and limits
+
+
+async def test_class_and_limits_reach_the_dispatcher(tokenizer: Tokenizer) -> None:
+    headers = {"X-Dango-Ttft-Limit-S": "3", "x-dango-tbt-limit-s": "0.25"}
+    async with an_edge(tokenizer, tbt_limit_s=0.0, batch_ttft_limit_s=90.0) as edge:
+        await edge.chat(max_tokens=1)
+        await edge.chat(max_tokens=1, service_tier="flex")
+        await edge.complete(max_tokens=1, prompt=["a", "b"], priority=1, tbt_limit_s=2)
+        await edge.post("/v1/completions", {"prompt": "x", "max_tokens": 1, "ttft_limit_s": 5.5}, **headers)
+        found = [(ask.priority, ask.limits) for ask in edge.serve.asks]
+    assert found == [
+        (Priority.INTERACTIVE, Limits(30.0, math.inf)),
+        (Priority.BATCH, Limits(90.0, 1.0)),
+        *[(Priority.BATCH, Limits(90.0, 2.0))] * 2,
+        (Priority.INTERACTIVE, Limits(5.5, 0.25)),
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_bad_limit_in_a_header_is_refused_by_its_name(tokenizer: Tokenizer, stream: bool) -> None:
+    body = {"prompt": "x", "stream": stream}
+    async with an_edge(tokenizer) as edge:
+        status, answer = await edge.post("/v1/completions", body, **{"X-Dango-Ttft-Limit-S": "soon"})
+        assert edge.serve.asks == []
+    assert (status, answer["error"]["param"]) == (400, "X-Dango-Ttft-Limit-S")
+
+
+async def test_the_answer_names_the_tier_that_the_request_named(tokenizer: Tokenizer) -> None:
+    async with an_edge(tokenizer) as edge, edge.client() as client:
+        for asked, told in (("auto", "default"), ("priority", "default"), ("flex", "flex")):
+            ask: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 2, "service_tier": asked}
+            answer = await client.chat.completions.create(**ask)
+            stream = await client.chat.completions.create(**ask, stream=True)
+            assert answer.service_tier == told
+            assert [chunk.service_tier async for chunk in stream] == [told] * 3
+        _, bare = await edge.chat(max_tokens=1, priority=1)
+    assert "service_tier" not in bare
 
 
 @pytest.mark.parametrize("stream", [False, True])

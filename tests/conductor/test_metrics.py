@@ -2,15 +2,17 @@
 
 import math
 import random
+import re
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from conductor.ask import Failed, Refusal, Refused
-from conductor.metrics import BLOCK_STATES, SECONDS, Metrics
+from conductor.metrics import BLOCK_STATES, REASONS, SECONDS, Metrics
 from conductor.problem import Outcome
 from engine.tokenizer import Tokenizer
 from protocol.registry import Load, Pool
+from protocol.settings import field_sentences
 from tests.conductor.edge import Edge, an_edge
 from tests.conductor.scripted import Play
 
@@ -54,6 +56,11 @@ def test_all_series_are_there_from_the_start_and_finite() -> None:
         "dango:instances_up",
         "dango:blocks",
         "dango:bad_frames_total",
+        "dango:refusals_total",
+        "dango:held_requests",
+        "dango:held_tokens",
+        "dango:hold_time_seconds_count",
+        "dango:pool_load",
     }
     assert all(math.isfinite(number) for number in found.values())
 
@@ -78,6 +85,7 @@ def test_buckets_reach_from_a_step_to_the_longest_request() -> None:
         ("observe_store_wait", "dango:request_store_wait_time_seconds"),
         ("observe_transfer", "dango:request_transfer_time_seconds"),
         ("observe_decode", "vllm:request_decode_time_seconds"),
+        ("observe_hold", "dango:hold_time_seconds"),
         ("first_token", "vllm:time_to_first_token_seconds"),
         ("next_token", "vllm:inter_token_latency_seconds"),
     ],
@@ -89,6 +97,30 @@ def test_a_phase_is_one_observation(method: str, name: str) -> None:
     assert value(metrics, f"{name}_sum") == pytest.approx(0.3)
     assert value(metrics, f"{name}_bucket", le="0.25") == 0
     assert value(metrics, f"{name}_bucket", le="0.5") == 1
+
+
+def test_refusals_are_counted_by_reasons_of_a_fixed_list() -> None:
+    metrics = Metrics("tiny")
+    before = series(metrics).keys()
+    for reason in (*REASONS, "tbt", "whatever"):
+        metrics.refused(reason)
+    counts = {reason: value(metrics, "dango:refusals_total", reason=reason) for reason in REASONS}
+    assert counts == dict.fromkeys(REASONS, 1.0) | {"tbt": 2.0, "other": 2.0}
+    assert series(metrics).keys() == before
+
+
+def test_every_reason_that_a_refusal_may_have_is_counted() -> None:
+    sentence = field_sentences(Refusal)["reason"]
+    assert set(re.findall(r"`(\w+)`", sentence)) == set(REASONS) - {"other"}
+
+
+def test_who_is_held_and_how_full_the_pools_are() -> None:
+    metrics = Metrics("tiny")
+    metrics.set_held(3, 4000)
+    metrics.judged(Pool.DECODE, 0.9)
+    assert (value(metrics, "dango:held_requests"), value(metrics, "dango:held_tokens")) == (3, 4000)
+    assert value(metrics, "dango:pool_load", pool="decode") == 0.9
+    assert value(metrics, "dango:pool_load", pool="prefill") == 0
 
 
 def test_only_finished_requests_have_a_latency() -> None:
@@ -173,6 +205,7 @@ async def test_every_other_end_has_its_outcome(
         for (name, labels), number in found.items()
         if name == "dango:requests_total"
     }
+    assert found["dango:refusals_total", frozenset({("reason", "no_decode")})] == (outcome == "refused")
     assert ended == dict.fromkeys((one.value for one in Outcome), 0.0) | {outcome: 1.0, "invalid": 1.0}
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from conductor.openai import UNKNOWN_NAMES_MAX, ChatRequest, CompletionRequest, Reader
 from conductor.problem import Problem
+from conductor.urgency import Urgency
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -113,6 +114,10 @@ RANGES: list[tuple[str, list[Any], list[Any]]] = [
     ("ignore_eos", [True], [1, "true"]),
     ("cache_salt", ["", "s"], [5, "s" * 257]),
     ("model", ["m"], [5, "m" * 257]),
+    ("service_tier", ["auto", "default", "priority", "scale", "flex"], ["Flex", "", "batch", 1]),
+    ("priority", [-(2**63), 0, 7], [1.5, "1", True, 2**63]),
+    ("ttft_limit_s", [1e-9, 30, 3600], [0, -1, 3600.1, "1", True]),
+    ("tbt_limit_s", [0.02, 3600], [0, -1, 3601, []]),
 ]
 
 
@@ -149,6 +154,12 @@ def test_unknown_fields_are_told_once_and_not_for_ever(caplog: pytest.LogCapture
 )
 def test_the_four_forms_of_a_prompt(prompt: Any, prompts: list[Any]) -> None:
     assert completion(prompt=prompt).prompts() == prompts
+
+
+def test_what_a_request_says_of_its_urgency() -> None:
+    assert chat().urgency() == Urgency()
+    fields: dict[str, Any] = {"service_tier": "flex", "priority": -3, "ttft_limit_s": 5, "tbt_limit_s": 0.2}
+    assert completion(**fields).urgency() == Urgency("flex", -3, 5.0, 0.2)
 
 
 def test_usage_options() -> None:
