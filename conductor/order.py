@@ -62,8 +62,8 @@ class Order:
     stream: bool
     include_usage: bool
     continuous_usage: bool
-
     urgency: Urgency
+
 
 class Orders:
     """Takes requests for one served model. Stateless but for the reader's memory: threads may share it."""
@@ -110,8 +110,8 @@ class Orders:
             stream=bool(request.stream),
             include_usage=request.include_usage(),
             continuous_usage=request.continuous_usage(),
-        )
             urgency=request.urgency(),
+        )
 
     def require_model(self, name: str | None) -> None:
         """Raises Problem for the name of a model that is not served. None means whichever is."""
