@@ -62,6 +62,11 @@ SLOTS = slot_of(LENGTH_MAX)
 STARTS = tuple(_start_of(slot) for slot in range(SLOTS + 1))
 """Slot i holds the lengths above STARTS[i], up to and with STARTS[i + 1]."""
 
+TABLE_TOKENS = 4096
+"""Most answers are shorter."""
+
+SLOT_OF = tuple(slot_of(tokens) for tokens in range(TABLE_TOKENS))
+
 
 class Tail:
     """P(length > x), piecewise linear up to `end` and exponential beyond."""
@@ -80,17 +85,20 @@ class Tail:
         self._areas.reverse()
 
     def survives(self, said: float, more: float) -> float:
-        """P(length > said + more | length > said), for `said` and `more` from 0 on."""
+        """P(length > said + more | length > said), for `said` and `more` from 0 on.
+
+        A decision asks this of some hundred streams, so `slot_of` is looked up where a table has it."""
         end = self._end
         if said >= end:
             return exp(-more * self._hazard)
-        slot = slot_of(int(said))
+        slot = SLOT_OF[int(said)] if said < TABLE_TOKENS else slot_of(int(said))
         now = self._above[slot] - (said - STARTS[slot]) * self._falls[slot]
         until = said + more
         if until >= end:
             return self._above[-1] * exp((end - until) * self._hazard) / now
-        slot = slot_of(int(until))
-        return min((self._above[slot] - (until - STARTS[slot]) * self._falls[slot]) / now, 1.0)
+        slot = SLOT_OF[int(until)] if until < TABLE_TOKENS else slot_of(int(until))
+        then = (self._above[slot] - (until - STARTS[slot]) * self._falls[slot]) / now
+        return then if then < 1.0 else 1.0
 
     def mean_left(self, said: float) -> float:
         """Tokens that are expected after `said` ones: the sum of the tail, which is its area and half a token."""

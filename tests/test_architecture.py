@@ -35,6 +35,7 @@ PURE = {
     "conductor/place.py",
     "conductor/view.py",
     "conductor/estimate.py",
+    "conductor/forecast.py",
     "conductor/fit.py",
     "conductor/kind.py",
     "conductor/senders.py",

@@ -1,0 +1,217 @@
+"""Who will be on a decode instance at a later moment, and what a step will take then. Pure.
+
+Each stream of the ledger is there with a probability p, its *presence*. With the step line of
+`estimate`, step_s = base_s + row_s * batch + token_s * context, and the sums over the streams:
+
+    step_s = base_s + sum p (row_s + token_s c) + z sqrt(sum p (1 - p) (row_s + token_s c)^2) + the candidate's
+
+where c is a stream's context by then. Streams end independently of each other, so the variances add up.
+Memory is foretold by the same sums over c alone. Progress is taken at the pace that the instance reported,
+not at the one foretold: so another stream, or a longer one, never makes a forecast better.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from conductor.ask import Priority
+from conductor.estimate import Estimates, StepLine
+from conductor.lengths import Tail
+from conductor.view import Instance, Stream
+from protocol.registry import REPORT_EVERY_S
+
+STALE_S = 3 * REPORT_EVERY_S
+"""A report older than this (two are missing) says nothing of what runs now: the ledger alone is believed then."""
+
+CANDIDATES_MAX = 8
+"""Exact forecasts in one decision. Those that a rough sum ranks below the eighth do not win in the exact one."""
+
+PROMISED = 0.1
+"""A stream that is likelier there than this is owed the time between tokens that it was promised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A later moment on one instance, and what a presence is worked out from."""
+
+    now: float
+    at: float
+    """The moment, not before `now`."""
+    tokens_s: float
+    """Tokens a second that each stream there advances."""
+    interactive: Tail
+    """Lengths of the answers of that class."""
+    batch: Tail
+    residence_s: float
+    """How long an answer is taken to stay, where all are taken to stay equally long."""
+
+
+Presence = Callable[[Stream, Moment], float]
+"""The probability that a stream is in the batch at a moment."""
+
+
+def at_decode(stream: Stream, moment: Moment) -> float:
+    """Who runs now, and who was handed over a moment ago and is about to. No forecast."""
+    return 1.0 if stream.joined_at is not None or stream.due_at <= moment.now else 0.0
+
+
+def early(stream: Stream, moment: Moment) -> float:
+    """Who runs now: early rejection by the present load (the Mooncake report, "early rejection")."""
+    return 1.0 if stream.joined_at is not None else 0.0
+
+
+def predictive(stream: Stream, moment: Moment) -> float:
+    """All stay for `residence_s` (the report's t_d, "early rejection based on prediction")."""
+    starts = max(stream.due_at, moment.now) if stream.joined_at is None else stream.joined_at
+    return 1.0 if starts <= moment.at < starts + moment.residence_s else 0.0
+
+
+def survival(stream: Stream, moment: Moment) -> float:
+    """The share of the answers as long as this one that go on until then."""
+    tail = moment.interactive if stream.priority is Priority.INTERACTIVE else moment.batch
+    if stream.joined_at is not None:
+        # Tokens are heard of in bunches: those since the last one count as said.
+        said = stream.said + max(moment.now - stream.said_at, 0.0) * moment.tokens_s
+        return tail.survives(said, (moment.at - moment.now) * moment.tokens_s)
+    starts = max(stream.due_at, moment.now)
+    return tail.survives(0.0, (moment.at - starts) * moment.tokens_s) if starts <= moment.at else 0.0
+
+
+PRESENCES: Mapping[str, Presence] = MappingProxyType(
+    {presence.__name__: presence for presence in (at_decode, early, predictive, survival)}
+)
+"""By the name of the admission policy that looks ahead so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """One decode instance at the moment in question, with the candidate in its batch."""
+
+    instance: Instance
+    step_s: float
+    """What a step takes."""
+    batch: float
+    """Sequences expected in it."""
+    context_tokens: float
+    """Tokens of context expected in it."""
+    memory_share: float
+    """Of its pages, so much is needed; 0 while it has not said how many it has."""
+    promised_s: float
+    """The strictest time between tokens that was promised to others there; infinite if none was."""
+    alone: bool
+    """Whether nobody else is expected there."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether its memory is enough."""
+        return self.memory_share <= 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What one decision asks of each instance: who will be there at `at`, besides a candidate?"""
+
+    now: float
+    at: float
+    presence: Presence
+    interactive: Tail
+    batch: Tail
+    context: float
+    """Tokens of the candidate's prompt."""
+    growth: float
+    """Tokens that each of its answers is expected to add."""
+    block_tokens: int
+    """Tokens of one page."""
+    choices: int = 1
+    """Answers that it asks for: as many sequences."""
+    reserve: bool = False
+    """Whether all that are on their way at `at` count as there: what is promised to them must hold later on."""
+    z: float = 0.0
+    """Standard deviations that are added to what is expected."""
+    residence_s: float = math.inf
+
+    def of(self, instance: Instance, line: StepLine) -> Forecast:
+        """The forecast for one instance."""
+        moment = Moment(self.now, self.at, _pace(instance, line), self.interactive, self.batch, self.residence_s)
+        rows, tokens, variance, tokens_variance, promised_s = self._sums(instance, line, moment)
+        if instance.foreign and self.now - instance.heard_at <= STALE_S:
+            rows += instance.foreign
+            tokens += instance.foreign * instance.load.context_tokens / max(instance.load.running, 1)
+        alone = rows == 0.0
+        rows, tokens = rows + self.choices, tokens + self.choices * self.context
+        memory = tokens + self.choices * self.growth + self.z * math.sqrt(tokens_variance)
+        capacity = instance.load.blocks_total * self.block_tokens
+        return Forecast(
+            instance=instance,
+            step_s=line.base_s + line.row_s * rows + line.token_s * tokens + self.z * math.sqrt(variance),
+            batch=rows,
+            context_tokens=tokens,
+            memory_share=memory / capacity if capacity else 0.0,
+            promised_s=promised_s,
+            alone=alone,
+        )
+
+    def _sums(
+        self, instance: Instance, line: StepLine, moment: Moment
+    ) -> tuple[float, float, float, float, float]:
+        """Over the ledger's streams: expected rows and context, the variances of step time and of context, and
+        the strictest promise. A hot loop: 64 instances of 40 streams are looked at within half a millisecond."""
+        now, at, tokens_s = self.now, self.at, moment.tokens_s
+        presence, reserve, row_s, token_s = self.presence, self.reserve, line.row_s, line.token_s
+        rows = tokens = variance = tokens_variance = 0.0
+        promised_s = math.inf
+        for stream in instance.streams.values():
+            if stream.joined_at is not None:
+                since = stream.said_at
+                share = presence(stream, moment)
+            else:
+                since = stream.due_at if stream.due_at > now else now
+                share = 1.0 if reserve and since >= at else presence(stream, moment)
+            if share <= 0.0:
+                continue
+            context: float = stream.context + stream.said
+            if at > since:
+                context += (at - since) * tokens_s
+            rows += share
+            tokens += share * context
+            if share < 1.0:
+                doubt, row = share * (1.0 - share), row_s + token_s * context
+                variance += doubt * row * row
+                tokens_variance += doubt * context * context
+            if stream.tbt_s < promised_s and share > PROMISED:
+                promised_s = stream.tbt_s
+        return rows, tokens, variance, tokens_variance, promised_s
+
+    def rank(self, instances: Iterable[Instance], estimates: Estimates) -> list[Forecast]:
+        """The best CANDIDATES_MAX instances: those whose memory fits first, of these the shortest step, then by
+        name. More instances than that are looked at roughly first: as if everybody stayed, and nobody grew."""
+        lines: dict[str, StepLine] = {}
+        rough = []
+        for instance in instances:
+            line = lines.get(instance.kind)
+            if line is None:
+                line = lines[instance.kind] = estimates.step(instance.kind)
+            rough.append((instance, line))
+        if len(rough) > CANDIDATES_MAX:
+            rough = sorted(rough, key=_rough)[:CANDIDATES_MAX]
+        forecasts = [self.of(instance, line) for instance, line in rough]
+        return sorted(forecasts, key=lambda f: (not f.fits, f.step_s, f.instance.name))
+
+
+def choose(instances: Iterable[Instance], estimates: Estimates, outlook: Outlook) -> Forecast | None:
+    """The decode instance for a candidate: the least predicted step among those with memory; None of none."""
+    return next(iter(outlook.rank(instances, estimates)), None)
+
+
+def _rough(candidate: tuple[Instance, StepLine]) -> tuple[float, str]:
+    instance, line = candidate
+    streams = instance.streams
+    context = sum([stream.context for stream in streams.values()])
+    return line.base_s + line.row_s * len(streams) + line.token_s * context, instance.name
+
+
+def _pace(instance: Instance, line: StepLine) -> float:
+    """Tokens a second of each stream there; of one that has not stepped yet, as if it had one. 0: unknown."""
+    step_s = instance.load.step_s or line.base_s + line.row_s
+    return 1.0 / step_s if step_s > 0.0 else 0.0
