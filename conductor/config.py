@@ -31,8 +31,13 @@ class ConductorConfig(ModelSettings):
     keep_alive_s: float = 10.0
     """A silent stream gets a comment line this often, in seconds, so that nothing on the way cuts it."""
 
-    balancing_threshold: float = 2.0
-    """A prefix elsewhere is fetched when it is this many times longer than the instance's own."""
+    placement: Literal["global_cache_aware", "local_cache_aware", "load_balance", "random"] = "global_cache_aware"
+    """Which rule chooses the prefill instance: by predicted time to first token with a prefix from anywhere
+    (global_cache_aware) or only from its own home (local_cache_aware), by its queue, or at random."""
+
+    balancing_threshold: float = 0.0
+    """A prefix elsewhere is fetched when it is this many times longer than the instance's own; 0 derives the ratio
+    from measured times."""
 
     ttft_limit_s: float = 30.0
     """Longest time to the first token of an interactive request that names none, in seconds; 0 is no limit."""
@@ -93,7 +98,7 @@ class ConductorConfig(ModelSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_positive("in_flight_max", "request_s", "keep_alive_s")
-        self._require_not_negative("drain_s")
+        self._require_not_negative("drain_s", "balancing_threshold")
         self._require_not_negative("ttft_limit_s", "tbt_limit_s", "batch_ttft_limit_s", "batch_tbt_limit_s")
         self._require_not_negative("reserve_z", "margin", "samples_min", "residence_s", "overtaken_max")
         self._require_positive("held_max", "held_tokens_max", "batch_age_s")

@@ -8,14 +8,16 @@ hashes ─> lookup ─> place ─> lease ─> prefill ─> first token ─> deco
 import asyncio
 import contextlib
 import logging
+import random
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
 
 from conductor.ask import Ask, Failed, Readiness, Refusal, Refused, Reply
+from conductor.estimate import Estimates
 from conductor.lease import HeldLease, Room
 from conductor.metrics import Metrics
 from conductor.peers import Peers
-from conductor.place import Placement, Prompt, place
+from conductor.place import Placement, Prompt, Scene, place
 from conductor.registry import Registry
 from conductor.view import Instance, Prefilling, Stream, View
 from decode_pool.api import Decode, DecodeBusy, Ended, Joined, Token
@@ -103,6 +105,8 @@ class Dispatcher:
         self._metrics = metrics
         self._in_flight_max = in_flight_max
         self._threshold = balancing_threshold
+        self._estimates = Estimates()
+        self._dice = random.Random(0).randrange
         self._room = Room()
         self._in_flight = 0
         self._draining = False
@@ -188,7 +192,8 @@ class Dispatcher:
         found = Found(0, {})
         if not self._view.missing():
             found = await self._directory.get().lookup(blocks[: prompt.reusable])
-        plan = place(self._view, prompt, found, self._threshold)
+        scene = Scene(self._view, self._estimates, _now(), self._dice, self._threshold)
+        plan = place(scene, prompt, found, "global_cache_aware")
         if isinstance(plan, Refusal):
             raise Refused(plan)
         return plan
