@@ -10,6 +10,7 @@ from conductor.order import Vocabulary
 from conductor.shapes import Head, Shape, Told, Usage, chunk, event
 from conductor.sse import EventStream
 from conductor.text import TextAssembler
+from decode_pool.api import Tokens
 from engine.api import EndReason, Sampled, Sampling
 
 
@@ -111,14 +112,14 @@ class Watch:
         self._arrived = arrived
         self._last: dict[int, float] = {}
 
-    def token(self, choice: int) -> None:
-        """A token of a choice came."""
-        now = self._now()
+    def token(self, choice: int, ago: float) -> None:
+        """A token of a choice came, drawn `ago` seconds before the last of those that came with it."""
+        at = self._now() - ago
         if not self._last:
-            self._metrics.first_token(now - self._arrived)
+            self._metrics.first_token(at - self._arrived)
         elif choice in self._last:
-            self._metrics.next_token(now - self._last[choice])
-        self._last[choice] = now
+            self._metrics.next_token(max(at - self._last[choice], 0.0))
+        self._last[choice] = at
         self._metrics.generated()
 
     def prefilled(self, tokens: int, reused_tokens: int) -> None:
@@ -155,13 +156,19 @@ class Answer:
         self._cached_tokens += reused_tokens
         self._watch.prefilled(prompt_tokens, reused_tokens)
 
-    async def token(self, index: int, sampled: Sampled) -> bool:
-        """The next token of a choice; False if it needs no more."""
+    async def tokens(self, index: int, said: Tokens) -> bool:
+        """The next tokens of a choice; False if it needs no more. Nothing after a stop string is told."""
         choice = self.choices[index]
-        self._watch.token(index)
-        piece = choice.push(sampled)
-        await self._heard(choice, piece)
-        return piece.reason is None
+        apart_s = said.over_s / len(said.tokens)
+        for after, sampled in zip(
+            reversed(range(len(said.tokens))), said.details or map(Sampled, said.tokens), strict=True
+        ):
+            self._watch.token(index, after * apart_s)
+            piece = choice.push(sampled)
+            await self._heard(choice, piece)
+            if piece.reason is not None:
+                return False
+        return True
 
     async def end(self, index: int, reason: EndReason) -> None:
         """A choice's last token has come."""
@@ -186,9 +193,9 @@ class Part:
         """See Reply."""
         self._answer.prefilled(self._prompt_tokens, reused_tokens)
 
-    async def token(self, choice: int, sampled: Sampled) -> bool:
+    async def tokens(self, choice: int, said: Tokens) -> bool:
         """See Reply."""
-        return await self._answer.token(self._first + choice, sampled)
+        return await self._answer.tokens(self._first + choice, said)
 
     async def end(self, choice: int, reason: EndReason) -> None:
         """See Reply."""

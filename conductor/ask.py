@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from engine.api import EndReason, Sampled, Sampling
-from protocol.ids import RequestId
+from decode_pool.api import Tokens
+from engine.api import EndReason, Sampling
+from protocol.ids import Ids, RequestId
 
 
 class Priority(Enum):
@@ -34,7 +35,7 @@ class Ask:
     """One prompt to answer, in one or more choices."""
 
     request: RequestId
-    prompt: list[int]
+    prompt: Ids
     samplings: list[Sampling]
     """One for each choice: they differ by their seeds."""
     tenant: str = ""
@@ -52,8 +53,8 @@ class Reply(Protocol):
         """The prompt's KV is there; so many of its tokens were not computed anew. Called once."""
         ...
 
-    async def token(self, choice: int, sampled: Sampled) -> bool:
-        """The next token. False: this choice needs no more (a stop string); it then ends without `end`."""
+    async def tokens(self, choice: int, said: Tokens) -> bool:
+        """The next tokens. False: this choice needs no more (a stop string); it then ends without `end`."""
         ...
 
     async def end(self, choice: int, reason: EndReason) -> None:

@@ -20,14 +20,14 @@ from conductor.peers import Peers
 from conductor.place import Placement, Prompt, Scene, place
 from conductor.registry import Registry
 from conductor.view import Instance, Prefilling, Stream, View
-from decode_pool.api import Decode, DecodeBusy, Ended, Joined, Token
+from decode_pool.api import Decode, DecodeBusy, Ended, Joined, Tokens
 from engine.api import Sampled, Sampling
 from engine.ending import end_of
 from kvcache_pool.api import Acquire, DirectoryLink, Found, Grant, Lease, LeaseLost, PoolFull, new_lease
 from prefill_pool.api import Prefill, PrefillBusy, Prefilled, PrefixLost, StoreLost
 from protocol.blocks import block_hashes
 from protocol.errors import Abandoned, BadMessage, DangoError, DeadlineExceeded, PeerLost
-from protocol.ids import BlockHash, RequestId
+from protocol.ids import BlockHash, Ids, RequestId, token_ids
 from protocol.message import Message
 from protocol.tasks import together
 
@@ -52,7 +52,7 @@ class Choice:
 
     index: int
     sampling: Sampling
-    output: list[int] = field(default_factory=list)
+    output: Ids = field(default_factory=token_ids)
     ended: bool = False
 
 
@@ -80,7 +80,7 @@ class Placed:
     plan: Placement
     held: HeldLease
     lease: Lease
-    tokens: list[int]
+    tokens: Ids
     blocks: list[BlockHash]
 
 
@@ -185,7 +185,7 @@ class Dispatcher:
                 firsts = zip(choices, prefilled.first, strict=True)
                 await together(self._follow(job, c, first, placed, joining) for c, first in firsts)
 
-    async def _plan(self, tokens: list[int], blocks: list[BlockHash]) -> Placement:
+    async def _plan(self, tokens: Ids, blocks: list[BlockHash]) -> Placement:
         """Where to go. Raises Refused."""
         step = self._view.manifest.layout.block_tokens
         prompt = Prompt(len(tokens), (len(tokens) - 1) // step)
@@ -198,7 +198,7 @@ class Dispatcher:
             raise Refused(plan)
         return plan
 
-    def _acquire(self, job: Job, plan: Placement, tokens: list[int], blocks: list[BlockHash]) -> Acquire:
+    def _acquire(self, job: Job, plan: Placement, tokens: Ids, blocks: list[BlockHash]) -> Acquire:
         """What to lease. Raises PoolFull when that is more than the whole pool has."""
         tail = 1 if len(tokens) % self._view.manifest.layout.block_tokens else 0
         if len(blocks) + tail > self._view.blocks_total:
@@ -231,7 +231,8 @@ class Dispatcher:
         self, job: Job, choice: Choice, first: Sampled, placed: Placed, joining: "_Countdown"
     ) -> None:
         """One choice from its first token to its end."""
-        if await self._emit(job, choice, first) or await self._end_if_over(job, choice):
+        said = Tokens([first.token], [] if choice.sampling.logprobs is None else [first], 0.0)
+        if await self._emit(job, choice, said) or await self._end_if_over(job, choice):
             return joining.one()
         began = asyncio.get_running_loop().time()
         message, instance = self._decode(job, choice, placed), placed.plan.decode
@@ -266,18 +267,18 @@ class Dispatcher:
                 self._metrics.observe_transfer(item.queue_s + item.load_s)
                 joining.one()
                 return False
-            case Token():
-                return await self._emit(job, choice, item.sampled)
+            case Tokens():
+                return await self._emit(job, choice, item)
             case Ended():
                 choice.ended = True
                 await job.reply.end(choice.index, item.reason)
                 return False  # the stream ends by itself
         raise BadMessage(f"a decode stream brought a {type(item).__name__}")
 
-    async def _emit(self, job: Job, choice: Choice, sampled: Sampled) -> bool:
-        """Send a token to the client. True: the client's stop string ended the choice."""
-        choice.output.append(sampled.token)
-        choice.ended = not await job.reply.token(choice.index, sampled)
+    async def _emit(self, job: Job, choice: Choice, said: Tokens) -> bool:
+        """Send tokens to the client. True: the client's stop string ended the choice."""
+        choice.output.extend(said.tokens)
+        choice.ended = not await job.reply.tokens(choice.index, said)
         return choice.ended
 
     async def _end_if_over(self, job: Job, choice: Choice) -> bool:

@@ -12,6 +12,7 @@ from conductor.urgency import Urgency
 from engine.api import PromptTooLong, Sampling
 from engine.chat_template import MessageError, TemplateError, normalise_messages
 from protocol.cluster import Manifest
+from protocol.ids import Ids, token_ids
 
 
 class Vocabulary(Protocol):
@@ -54,7 +55,7 @@ class Order:
     """One HTTP request, checked and tokenised: each prompt is answered in one choice per sampling."""
 
     shape: Shape
-    prompts: list[list[int]]
+    prompts: list[Ids]
     samplings: list[list[Sampling]]
     """For each prompt: they differ by the room that the prompt leaves."""
     stops: list[str]
@@ -100,7 +101,7 @@ class Orders:
         choices = request.n or 1
         return Order(
             shape=shape,
-            prompts=prompts,
+            prompts=[token_ids(prompt) for prompt in prompts],
             samplings=[
                 request.samplings(self._room(prompt, param), ends, seed + number * choices)
                 for number, prompt in enumerate(prompts)

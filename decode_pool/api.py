@@ -3,7 +3,7 @@
 from engine.api import EndReason, Sampled, Sampling
 from kvcache_pool.api import Grant, Place
 from protocol.errors import RemoteError
-from protocol.ids import BlockHash, RequestId
+from protocol.ids import BlockHash, Ids, RequestId
 from protocol.message import Message
 
 
@@ -20,7 +20,7 @@ class TooLong(RemoteError):
 
 
 class Decode(Message):
-    """Continue a request whose KV is in the pool. Answered by a stream: Joined, Token..., Ended.
+    """Continue a request whose KV is in the pool. Answered by a stream: Joined, Tokens..., Ended.
 
     `sources` cover all tokens but the last of `output`, whose KV the first step computes. A block that
     cannot be loaded is recomputed here.
@@ -28,8 +28,8 @@ class Decode(Message):
 
     request: RequestId
     choice: int
-    prompt: list[int]
-    output: list[int]
+    prompt: Ids
+    output: Ids
     """Tokens of the answer so far, at least one."""
     blocks: list[BlockHash]
     """The names of the full blocks of the tokens that `sources` cover."""
@@ -48,10 +48,14 @@ class Joined(Message):
     load_s: float
 
 
-class Token(Message):
-    """The next token of the answer."""
+class Tokens(Message):
+    """The next tokens of the answer, one at least."""
 
-    sampled: Sampled
+    tokens: list[int]
+    details: list[Sampled]
+    """One for each token if logprobs were asked for, else none."""
+    over_s: float
+    """How long the steps that drew them took together."""
 
 
 class Ended(Message):

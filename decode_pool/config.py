@@ -15,9 +15,15 @@ class DecodeConfig(ComputeSettings):
     batch_max: int = 64
     """Most requests in one step."""
 
+    steps_max: int = 1
+    """Most steps in one engine call while the batch stays the same; their tokens reach the client together."""
+
+    write_back: bool = True
+    """Whether blocks that decoding fills go back to the pool, where the next turn of a chat finds them."""
+
     chunk_tokens: int = 256
     """Most tokens that a step recomputes for one request (a failed load, a preemption) beside the batch."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_positive("chunk_tokens", "batch_max")
+        self._require_positive("chunk_tokens", "batch_max", "steps_max")

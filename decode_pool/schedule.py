@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.paging import Pages, pages_for
+from protocol.ids import Ids
 
 Key = tuple[str, int]
 """Request and choice."""
@@ -25,7 +26,7 @@ class Sequence:
     """One answer under way. `tokens` grows with every step; KV of the first `computed` is in `pages`."""
 
     key: Key
-    tokens: list[int]
+    tokens: Ids
     stored: int
     """How many tokens' KV the pool holds for it; 0 once it has lost its pages."""
     computed: int = 0
@@ -46,6 +47,11 @@ class Plan:
     end: int
     draws: bool
     """Whether that reaches its last token, so that the step draws a new one."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether it only goes on: one token to compute, one to draw."""
+        return self.draws and self.end == self.start + 1
 
 
 class Schedule:
@@ -129,11 +135,14 @@ class Schedule:
                 plans.append(Plan(sequence, sequence.computed, end, end == len(sequence.tokens)))
         return [plan for plan in plans if plan.sequence.key in self._running]
 
-    def advance(self, plan: Plan, token: int | None) -> None:
-        """A plan has been computed; `token` is what it drew."""
-        plan.sequence.computed = plan.end
-        if token is not None:
-            plan.sequence.tokens.append(token)
+    def steps_on(self, plans: list[Plan]) -> int:
+        """How many steps these plans, all plain, can go on alike: until the first fills the last of its pages."""
+        return min(len(plan.sequence.pages) * self._block_tokens - plan.start for plan in plans)
+
+    def advance(self, plan: Plan, drawn: list[int]) -> None:
+        """A plan has been computed, and so have all tokens that it drew but the last."""
+        plan.sequence.computed = plan.end + max(len(drawn) - 1, 0)
+        plan.sequence.tokens.extend(drawn)
 
     def remove(self, key: Key) -> None:
         """Forget a sequence and free its pages. Nobody may touch them any more."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from decode_pool.api import Decode, DecodeBusy, Ended, Joined, Token, TooLong
+from decode_pool.api import Decode, DecodeBusy, Ended, Joined, Tokens, TooLong
 from decode_pool.config import DecodeConfig
 from decode_pool.schedule import Key, Plan, Schedule, Sequence
 from decode_pool.writeback import Block, WriteBack
@@ -19,7 +19,7 @@ from kvcache_pool.api import Mover, Priority
 from protocol.blocks import HashRoot, extend_hashes
 from protocol.cluster import Manifest
 from protocol.errors import BadMessage
-from protocol.ids import BlockHash
+from protocol.ids import BlockHash, Ids
 from protocol.message import Message
 from protocol.registry import Load
 from protocol.rpc import Ask, Handler, handler
@@ -35,10 +35,10 @@ class Stream:
     sequence: Sequence
     root: HashRoot
     names: list[BlockHash]
-    items: asyncio.Queue[Sampled | Exception | None]
+    output: Ids
+    items: asyncio.Queue[Tokens | Exception | None]
     """Bounded by the context: an answer has no more tokens than that."""
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
-    output: list[int] = field(default_factory=list)
     ended: EndReason | None = None
 
 
@@ -64,8 +64,14 @@ class DecodeService:
             self._pages, self._step_tokens, config.batch_max, config.queue_max, config.chunk_tokens
         )
         self._streams: dict[Key, Stream] = {}
+        self._steps_max = config.steps_max
+        self._writes_back = config.write_back
         self._work = asyncio.Event()
         self._between_steps = asyncio.Lock()
+        self._leaving = 0
+        """How many streams wait for the lock to be taken out."""
+        self._enough = asyncio.Event()
+        """Set when the batch is about to change: the run of steps under way ends with its step."""
         self._pace = pace or Pace()
         self._step_began: float | None = None
 
@@ -85,16 +91,19 @@ class DecodeService:
             while (item := await stream.items.get()) is not None:
                 if isinstance(item, Exception):
                     raise item
-                await ask.send(Token(item))
+                await ask.send(item)
             assert stream.ended is not None
             return Ended(stream.ended)
         finally:
-            await asyncio.shield(self._retire(stream))
+            if self._streams.get(stream.sequence.key) is stream:
+                await asyncio.shield(self._retire(stream))
 
     async def step_forever(self) -> None:
         """The one driver of the engine: step the batch, and again, until cancelled."""
         while True:
             async with self._between_steps:
+                if not self._leaving:
+                    self._enough.clear()
                 plans = self._schedule.step(self._preempted)
                 if plans:
                     await self._step(plans)
@@ -132,7 +141,7 @@ class DecodeService:
 
     def _stream_of(self, message: Decode) -> Stream:
         """Refuse a message whose parts do not fit together, before anything is queued."""
-        tokens = [*message.prompt, *message.output]
+        tokens = message.prompt + message.output
         stored = len(tokens) - 1
         longest = len(message.prompt) + message.sampling.max_tokens
         if not message.output or len(message.sources) != pages_for(stored, self._step_tokens):
@@ -145,8 +154,8 @@ class DecodeService:
             raise TooLong(f"{longest} tokens do not fit in this instance's {self._pages.total} pages")
         sequence = Sequence((message.request, message.choice), tokens, stored)
         root = self._manifest.root(message.tenant, message.salt)
-        items: asyncio.Queue[Sampled | Exception | None] = asyncio.Queue(longest + 1)
-        return Stream(message, sequence, root, list(message.blocks), items, output=list(message.output))
+        items: asyncio.Queue[Tokens | Exception | None] = asyncio.Queue(longest + 1)
+        return Stream(message, sequence, root, list(message.blocks), message.output[:], items)
 
     async def _load(self, stream: Stream) -> Joined:
         """Wait for pages, load the KV into them, join the batch. Blocks that fail are recomputed."""
@@ -168,6 +177,7 @@ class DecodeService:
     def _join(self, stream: Stream, computed: int) -> None:
         self._schedule.join(stream.sequence, computed)
         self._work.set()
+        self._enough.set()
 
     def _admit(self) -> None:
         """Give pages to those who wait. One that was preempted has nothing to load and joins at once."""
@@ -178,11 +188,20 @@ class DecodeService:
             stream.admitted.set()
 
     async def _retire(self, stream: Stream) -> None:
-        """Take a stream out of the batch and free its pages; not while a step writes into them."""
-        async with self._between_steps:
-            self._schedule.remove(stream.sequence.key)
-            del self._streams[stream.sequence.key]
-            self._admit()
+        """Take out a stream whose client left, and free its pages; not while a step writes into them."""
+        self._leaving += 1
+        self._enough.set()
+        try:
+            async with self._between_steps:
+                if self._streams.get(stream.sequence.key) is stream:  # else it ended while this waited
+                    self._forget(stream)
+        finally:
+            self._leaving -= 1
+
+    def _forget(self, stream: Stream) -> None:
+        self._schedule.remove(stream.sequence.key)
+        del self._streams[stream.sequence.key]
+        self._admit()
 
     def _preempted(self, sequence: Sequence) -> None:
         log.info("preempted: out of pages", extra={"request": sequence.key[0]})
@@ -193,7 +212,7 @@ class DecodeService:
         clock = asyncio.get_running_loop().time
         self._step_began = began = clock()
         try:
-            drawn = await asyncio.shield(self._engine.step([self._row(plan) for plan in plans]))
+            drawn = await asyncio.shield(self._compute(plans))
         except Exception as error:
             # The batch's fault ends its requests, never the loop that the next ones need.
             log.exception("a step failed")
@@ -202,11 +221,25 @@ class DecodeService:
             return
         finally:
             self._step_began = None
-        context = sum(plan.end for plan in plans)
-        clean = all(plan.draws and plan.end == plan.start + 1 for plan in plans)
-        self._pace.count(sum(plan.draws for plan in plans), context, clock() - began, clean=clean)
+            self._enough.set()  # if this was cancelled, the engine shall not go on for long
+        self._count(plans, max(map(len, drawn)), clock() - began)
         for plan, samples in zip(plans, drawn, strict=True):
-            self._apply(plan, samples[0] if plan.draws else None)
+            self._apply(plan, samples, clock() - began)
+
+    async def _compute(self, plans: list[Plan]) -> list[list[Sampled]]:
+        """One step; or a run of them, while nothing but the length of the answers changes."""
+        rows = [self._row(plan) for plan in plans]
+        if not all(plan.plain for plan in plans):
+            return await self._engine.step(rows)
+        streams = [self._streams[plan.sequence.key] for plan in plans]
+        left = min(stream.message.sampling.max_tokens - len(stream.output) for stream in streams)
+        steps = min(self._steps_max, self._schedule.steps_on(plans), left)
+        return await self._engine.run(rows, steps, self._enough)
+
+    def _count(self, plans: list[Plan], steps: int, seconds: float) -> None:
+        rows = sum(plan.draws for plan in plans)
+        context = sum(plan.end for plan in plans) + rows * (steps - 1) // 2
+        self._pace.count(rows, context, seconds, max(steps, 1), clean=all(plan.plain for plan in plans))
 
     def _row(self, plan: Plan) -> Row:
         sequence, stream = plan.sequence, self._streams[plan.sequence.key]
@@ -214,30 +247,33 @@ class DecodeService:
         tokens = sequence.tokens[plan.start : plan.end]
         return Row(tokens, plan.start, sequence.pages, [draw] if plan.draws else [])
 
-    def _apply(self, plan: Plan, sampled: Sampled | None) -> None:
-        stream = self._streams[plan.sequence.key]
-        self._schedule.advance(plan, None if sampled is None else sampled.token)
-        self._write_back(stream, plan)
-        if sampled is None:
+    def _apply(self, plan: Plan, samples: list[Sampled], over_s: float) -> None:
+        stream, tokens = self._streams[plan.sequence.key], [sampled.token for sampled in samples]
+        self._schedule.advance(plan, tokens)
+        self._write_back(stream)
+        if not tokens:
             return
-        stream.output.append(sampled.token)
-        stream.items.put_nowait(sampled)
+        stream.output.extend(tokens)
+        details = [] if stream.message.sampling.logprobs is None else samples
+        stream.items.put_nowait(Tokens(tokens, details, over_s))
         stream.ended = end_of(stream.message.sampling, stream.output)
         if stream.ended is not None:
             self._end(stream, None)
 
     def _end(self, stream: Stream, last: Exception | None) -> None:
         """No more steps for this stream; its handler sees `last` after the tokens."""
-        self._schedule.remove(stream.sequence.key)
+        self._forget(stream)
         stream.items.put_nowait(last)
 
-    def _write_back(self, stream: Stream, plan: Plan) -> None:
-        """Offer the block that this step filled, if it filled one, under its name in the chain."""
-        step, end = self._step_tokens, plan.end
-        if end % step or end // step <= len(stream.names):
+    def _write_back(self, stream: Stream) -> None:
+        """Offer the block that has just been filled, if one was, under its name in the chain."""
+        sequence, step = stream.sequence, self._step_tokens
+        filled = sequence.computed // step
+        if not self._writes_back or filled <= len(stream.names):
             return
-        stream.names = extend_hashes(stream.root, stream.names, plan.sequence.tokens[:end])
-        page = plan.sequence.pages[end // step - 1]
+        assert filled == len(stream.names) + 1, "a run ends where a block does"
+        stream.names = extend_hashes(stream.root, stream.names, sequence.tokens[: filled * step])
+        page = sequence.pages[filled - 1]
         layers = range(self._engine.layout.layers)
         runs = np.stack([self._engine.runs(layer)[page : page + 1] for layer in layers])
         self._writeback.offer(Block(stream.message.request, list(stream.names), runs))

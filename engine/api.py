@@ -1,5 +1,6 @@
 """What an engine promises: tokens in, logits out, KV in pages. No tensor and no torch crosses this file."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -114,6 +115,15 @@ class Engine(Protocol):
 
     async def step(self, rows: Sequence[Row]) -> list[list[Sampled]]:
         """A whole pass at once: `begin`, every layer, `finish`, in one go."""
+        ...
+
+    async def run(self, rows: Sequence[Row], steps: int, enough: asyncio.Event) -> list[list[Sampled]]:
+        """Up to `steps` decode steps of an unchanging batch; each row has one token and one draw.
+
+        A step computes the token that the step before drew, so a row's pages hold `start + steps` tokens. The run
+        ends after a step in which the answer of any row ended (`engine.ending.end_of`), and after any step once
+        `enough` is set. Returns each row's tokens: equally many for all, at least one.
+        """
         ...
 
     def runs(self, layer: int) -> npt.NDArray[np.uint8]:

@@ -10,8 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.api import Row, Sampled
+from engine.api import Draw, Row, Sampled
 from engine.checkpoint import Checkpoint
+from engine.ending import end_of
 from engine.model import Batch, Model
 from engine.paging import pages_for
 from engine.sampling import sample
@@ -68,6 +69,14 @@ class TorchEngine:
         """A whole pass in one visit to the thread. Raises as `begin` and `Pass.finish` do."""
         return await self.in_thread(self.begin(rows).run)
 
+    async def run(self, rows: Sequence[Row], steps: int, enough: asyncio.Event) -> list[list[Sampled]]:
+        """Several decode steps in one visit to the thread. Raises as `step` does."""
+        for row in rows:
+            if len(row.tokens) != 1 or len(row.draws) != 1:
+                raise ValueError("every row of a run has one token and one draw")
+            self._require(row, steps - 1)
+        return await self.in_thread(lambda: self._run(rows, steps, enough))
+
     def runs(self, layer: int) -> npt.NDArray[np.uint8]:
         """The KV of one layer, [pages, run_bytes], a view."""
         flat: npt.NDArray[np.uint8] = self.cache[layer].view(torch.uint8).view(self.pages, -1).numpy()
@@ -92,8 +101,20 @@ class TorchEngine:
         """Run `work` in the engine's thread. A caller that is cancelled leaves it to end there."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _require(self, row: Row) -> None:
-        vocab, end = self.model.architecture.vocab, row.start + len(row.tokens)
+    def _run(self, rows: Sequence[Row], steps: int, enough: asyncio.Event) -> list[list[Sampled]]:
+        said: list[list[Sampled]] = [[] for _ in rows]
+        for _ in range(steps):
+            drawn = [one for (one,) in TorchPass(self, rows).run()]
+            for of_row, one in zip(said, drawn, strict=True):
+                of_row.append(one)
+            rows = [_after(row, one.token) for row, one in zip(rows, drawn, strict=True)]
+            if enough.is_set() or any(end_of(row.draws[0].sampling, row.draws[0].output) for row in rows):
+                break
+        return said
+
+    def _require(self, row: Row, more: int = 0) -> None:
+        """`more`: tokens that the row will yet draw and compute."""
+        vocab, end = self.model.architecture.vocab, row.start + len(row.tokens) + more
         if not row.tokens or row.start < 0:
             raise ValueError("a row needs a token, and a start of at least 0")
         if min(row.tokens) < 0 or max(row.tokens) >= vocab:
@@ -108,6 +129,12 @@ class TorchEngine:
             said = (*draw.sampling.stop_tokens, *draw.output[-1:])  # the others were the last once
             if any(not 0 <= token < vocab for token in said):
                 raise ValueError(f"a stop or output token is outside the vocabulary of {vocab}")
+
+
+def _after(row: Row, token: int) -> Row:
+    """The next decode step of a row that has just drawn `token`."""
+    (draw,) = row.draws
+    return Row([token], row.start + 1, row.pages, [Draw(draw.sampling, draw.prompt, [*draw.output, token])])
 
 
 def _allocate(layout: BlockLayout, pages: int) -> Tensor:

@@ -3,7 +3,7 @@
 from engine.api import Sampled, Sampling
 from kvcache_pool.api import Grant, Place
 from protocol.errors import RemoteError
-from protocol.ids import BlockHash, LeaseId, RequestId
+from protocol.ids import BlockHash, Ids, LeaseId, RequestId
 from protocol.message import Message
 
 
@@ -34,7 +34,7 @@ class Prefill(Message):
     """
 
     request: RequestId
-    tokens: list[int]
+    tokens: Ids
     prompt_tokens: int
     """How many of `tokens` are the client's prompt; the rest is output that an earlier attempt produced."""
     blocks: list[BlockHash]

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from protocol.ids import BlockHash
+from protocol.ids import BlockHash, token_ids
 from protocol.message import Message
 
 FORMAT_VERSION = 1
@@ -77,27 +77,29 @@ class HashRoot:
 
 def block_hashes(root: HashRoot, tokens: Sequence[int]) -> list[BlockHash]:
     """The names of the full blocks of `tokens`, in order; the tail after the last full block has none."""
-    step = root.layout.block_tokens
-    ids = array("I", tokens).tobytes()
-    parent, names = root.digest(), []
-    for end in range(step, len(tokens) + 1, step):
-        parent = _hash(parent, ids[4 * (end - step) : 4 * end])
-        names.append(BlockHash(parent))
-    return names
+    return _chain(root.digest(), root.layout.block_tokens, tokens)
 
 
 def extend_hashes(root: HashRoot, known: Sequence[BlockHash], tokens: Sequence[int]) -> list[BlockHash]:
     """The names of the full blocks of `tokens`, of which the first `len(known)` are known already."""
     step = root.layout.block_tokens
     parent = known[-1] if known else root.digest()
-    names = list(known)
-    for end in range((len(known) + 1) * step, len(tokens) + 1, step):
-        parent = _hash(parent, array("I", tokens[end - step : end]).tobytes())
+    return [*known, *_chain(parent, step, tokens[len(known) * step :])]
+
+
+def _chain(parent: bytes, step: int, tokens: Sequence[int]) -> list[BlockHash]:
+    """The names of the full blocks of `tokens` after the block named `parent`. `Ids` are read where they lie."""
+    names: list[BlockHash] = []
+    if len(tokens) < step:
+        return names
+    ids = memoryview(tokens if isinstance(tokens, array) else token_ids(tokens)).cast("B")
+    for end in range(step, len(tokens) + 1, step):
+        parent = _hash(parent, ids[4 * (end - step) : 4 * end])
         names.append(BlockHash(parent))
     return names
 
 
-def _hash(*parts: bytes) -> bytes:
+def _hash(*parts: bytes | memoryview) -> bytes:
     """SHA-256 over length-framed parts: ("ab", "c") and ("a", "bc") differ."""
     digest = hashlib.sha256()
     for part in parts:

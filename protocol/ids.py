@@ -1,6 +1,17 @@
-"""Names of things that cross process borders."""
+"""Names of things that cross process borders, and tokens by the thousand."""
 
-from typing import NewType
+import sys
+from array import array
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NewType
+
+if TYPE_CHECKING:
+    Ids = array[int]
+else:
+    Ids = array
+"""Token ids, made by `token_ids`: unsigned, 32 bits each. On the wire they are their bytes, little-endian."""
+
+assert (array("I").itemsize, sys.byteorder) == (4, "little"), "tokens and KV travel as they lie in memory"
 
 RequestId = NewType("RequestId", str)
 """One request of one client; chosen at the edge, in every log line."""
@@ -19,3 +30,8 @@ LeaseId = NewType("LeaseId", str)
 
 BlockHash = NewType("BlockHash", bytes)
 """32 bytes of SHA-256: what a block holds and what went before it."""
+
+
+def token_ids(tokens: Iterable[int] = ()) -> Ids:
+    """These tokens, packed; a copy. Raises OverflowError for a number that has no 32 bits without sign."""
+    return array("I", tokens)

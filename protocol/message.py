@@ -1,13 +1,14 @@
 """Messages: frozen dataclasses that travel as msgpack and are checked field by field on arrival.
 
 A message on the wire is a msgpack map of its field names, beside a tag (its class name). Fields may be
-`int float str bool bytes`, `None` unions, `list[T]`, `dict[str, T]`, string enums and other messages. A
+`int float str bool bytes Ids`, `None` unions, `list[T]`, `dict[str, T]`, string enums and other messages. A
 missing field takes its default; an unknown field, a wrong type or a value that the class's own
 `__post_init__` refuses is a `BadMessage`. Nothing is ever evaluated, looked up by attribute or unpickled.
 """
 
 import types
 import typing
+from array import array
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
@@ -17,9 +18,10 @@ from typing import Any, ClassVar, TypeVar, dataclass_transform
 import msgpack
 
 from protocol.errors import BadMessage
+from protocol.ids import Ids
 
 MESSAGE_BYTES_MAX = 16 << 20
-"""A header larger than this is refused unread: 1 M tokens as integers are 5 MB, so this is no prompt."""
+"""A header larger than this is refused unread: 1 M tokens are 4 MB, so this is no prompt."""
 
 Check = Callable[[Any], Any]
 M = TypeVar("M", bound="Message")
@@ -37,9 +39,9 @@ class Message:
         Message.tags[cls.__name__] = cls
 
 
-def pack(message: Message) -> bytes:
-    """The message's fields as msgpack, without its tag."""
-    return msgpack.packb(_plain(message), use_bin_type=True)  # type: ignore[no-any-return]
+def pack(value: Any) -> bytes:
+    """A message's fields as msgpack, without its tag; or a list or map of such and of plain values."""
+    return msgpack.packb(value, default=_plain)  # type: ignore[no-any-return]
 
 
 def unpack_plain(data: bytes | memoryview) -> Any:
@@ -68,15 +70,14 @@ def build(kind: type[M], value: Any) -> M:
 
 
 def _plain(value: Any) -> Any:
+    """What msgpack asks for when it meets what it does not know."""
     if isinstance(value, Message):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}  # type: ignore[arg-type]
+        return value.__dict__  # the fields, in their order: a message has no other attributes
+    if isinstance(value, array):
+        return value.tobytes()
     if isinstance(value, Enum):
         return value.value
-    if isinstance(value, list) and value and isinstance(value[0], (Message, Enum, list)):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return value
+    raise TypeError(f"{type(value).__name__} does not travel")
 
 
 @cache
@@ -104,6 +105,8 @@ def _check(hint: Any, name: str) -> Check:
         return lambda value: build(hint, value)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return hint
+    if hint is array:
+        return lambda value: _ids(value, name)
     return _exactly(hint, name)
 
 
@@ -118,6 +121,16 @@ def _exactly(kind: type, name: str) -> Check:
         raise ValueError(f"{name} must be {kind.__name__}, not {type(value).__name__}")
 
     return check
+
+
+def _ids(value: Any, name: str) -> Ids:
+    if type(value) is not bytes:
+        raise ValueError(f"{name} must be bytes, not {type(value).__name__}")
+    tokens = array("I")
+    if len(value) % tokens.itemsize:
+        raise ValueError(f"{name} has {len(value)} bytes: no whole number of tokens")
+    tokens.frombytes(value)
+    return tokens
 
 
 def _optional(inner: Check) -> Check:

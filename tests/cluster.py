@@ -8,14 +8,16 @@ from dataclasses import dataclass, field, replace
 
 from conductor.ask import Ask
 from conductor.dispatch import Dispatcher
+from conductor.estimate import Estimates
 from conductor.metrics import Metrics
 from conductor.peers import Peers
 from conductor.registry import Registry
 from conductor.view import View
+from decode_pool.api import Tokens
 from decode_pool.config import DecodeConfig
 from decode_pool.service import DecodeService
 from decode_pool.writeback import WriteBack
-from engine.api import EndReason, Sampled, Sampling
+from engine.api import EndReason, Sampling
 from kvcache_pool.api import DirectoryLink, Mover, Stats
 from kvcache_pool.index import Index
 from kvcache_pool.segment import Geometry, Segment
@@ -23,7 +25,7 @@ from kvcache_pool.service import DirectoryService, SegmentService, announce, pla
 from kvcache_pool.transfer.mover import PoolMover, Reach
 from prefill_pool.config import PrefillConfig
 from prefill_pool.service import PrefillService
-from protocol.ids import RequestId, SegmentId
+from protocol.ids import RequestId, SegmentId, token_ids
 from protocol.instance import Role, Work, new_incarnation, run_instance
 from protocol.registry import Heard, Load, Pool
 from protocol.rpc import Server
@@ -38,7 +40,7 @@ class Listener:
     """A conductor.ask.Reply that keeps what it hears. `enough` ends a choice as a stop string would."""
 
     def __init__(self, enough: int = 10**9) -> None:
-        self.tokens: dict[int, list[int]] = {}
+        self.said: dict[int, list[int]] = {}
         self.ended: dict[int, EndReason] = {}
         self.reused: list[int] = []
         self.spoke = asyncio.Event()
@@ -47,12 +49,12 @@ class Listener:
     def prefilled(self, reused_tokens: int) -> None:
         self.reused.append(reused_tokens)
 
-    async def token(self, choice: int, sampled: Sampled) -> bool:
+    async def tokens(self, choice: int, said: Tokens) -> bool:
         assert choice not in self.ended
-        said = self.tokens.setdefault(choice, [])
-        said.append(sampled.token)
+        so_far = self.said.setdefault(choice, [])
+        so_far.extend(said.tokens)
         self.spoke.set()
-        return len(said) < self._enough
+        return len(so_far) < self._enough
 
     async def end(self, choice: int, reason: EndReason) -> None:
         assert choice not in self.ended
@@ -61,7 +63,7 @@ class Listener:
 
 def an_ask(prompt: Sequence[int], tokens: int = 8, choices: int = 1, **more: object) -> Ask:
     samplings = [Sampling(seed=seed, max_tokens=tokens) for seed in range(choices)]
-    return Ask(RequestId(f"r{next(NUMBERS)}"), list(prompt), samplings, **more)  # type: ignore[arg-type]
+    return Ask(RequestId(f"r{next(NUMBERS)}"), token_ids(prompt), samplings, **more)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -136,11 +138,13 @@ class Cluster:
 
         self._start(name, Pool.PREFILL, engine, service, mover, directory, heard, [])
 
-    def start_decode(self, name: str, engine: FakeEngine | None = None, mover: Mover | None = None) -> None:
+    def start_decode(
+        self, name: str, engine: FakeEngine | None = None, mover: Mover | None = None, steps_max: int = 1
+    ) -> None:
         engine = engine or FakeEngine()
         mover, directory = mover or self._mover(), DirectoryLink(self.transport)
         back, known = WriteBack(mover, directory), self.heard.setdefault(name, asyncio.Event())
-        service = DecodeService(engine, mover, back, MANIFEST, DecodeConfig())
+        service = DecodeService(engine, mover, back, MANIFEST, DecodeConfig(steps_max=steps_max))
 
         async def heard(news: Heard) -> None:
             back.near = None if news.home is None else SegmentId(news.home)
@@ -210,11 +214,12 @@ async def a_cluster(
     layer_s: float = 0.0,
     reach: Reach = Reach.AUTO,
     in_flight_max: int = 64,
+    steps_max: int = 1,
 ) -> AsyncIterator[Cluster]:
     """Ready to serve; afterwards everything has ended."""
     transport, metrics, view = ZmqTransport(), Metrics("fake"), View(MANIFEST)
     peers, directory = Peers(transport), DirectoryLink(transport)
-    registry = Registry(view, peers, directory, metrics)
+    registry = Registry(view, peers, directory, metrics, Estimates())
     server = Server(transport.bind("tcp://127.0.0.1:0"), registry.handlers())
     dispatcher = Dispatcher(
         view, peers, directory, registry, metrics, in_flight_max=in_flight_max, balancing_threshold=2.0
@@ -228,7 +233,7 @@ async def a_cluster(
         for n in range(prefills):
             cluster.start_prefill(f"prefill-{n}", FakeEngine(layer_s=layer_s))
         for n in range(decodes):
-            cluster.start_decode(f"decode-{n}", FakeEngine(layer_s=layer_s))
+            cluster.start_decode(f"decode-{n}", FakeEngine(layer_s=layer_s), steps_max=steps_max)
         await cluster.ready(prefills + decodes + segments)
         yield cluster
     finally:

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from engine.api import Row, Sampled
+from engine.api import Draw, Row, Sampled
+from engine.ending import end_of
 from kvcache_pool.api import Grant, Place, Priority
 from protocol.blocks import BlockLayout
 from protocol.cluster import Manifest
@@ -84,6 +85,19 @@ class FakeEngine:
         for layer in range(LAYOUT.layers):
             await run.layer(layer)
         return await run.finish()
+
+    async def run(self, rows: Sequence[Row], steps: int, enough: asyncio.Event) -> list[list[Sampled]]:
+        said: list[list[Sampled]] = [[] for _ in rows]
+        for _ in range(steps):
+            drawn = [one for (one,) in await self.step(rows)]
+            for index, (row, one) in enumerate(zip(rows, drawn, strict=True)):
+                said[index].append(one)
+                (draw,) = row.draws
+                after = Draw(draw.sampling, draw.prompt, [*draw.output, one.token])
+                rows = [*rows[:index], Row([one.token], row.start + 1, row.pages, [after]), *rows[index + 1 :]]
+            if enough.is_set() or any(end_of(row.draws[0].sampling, row.draws[0].output) for row in rows):
+                break
+        return said
 
     def runs(self, layer: int) -> npt.NDArray[np.uint8]:
         return self._kv[layer]

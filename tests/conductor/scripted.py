@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from conductor.ask import Ask, Readiness, Reply
+from decode_pool.api import Tokens
 from engine.api import EndReason, Sampled, Sampling
 from engine.ending import end_of
 from protocol.tasks import together
@@ -86,7 +87,7 @@ class Scripted:
         for token in itertools.cycle(self.play.tokens):
             output.append(token)
             self.tokens_sent += 1
-            if not await reply.token(choice, self._sampled(token, sampling)):
+            if not await reply.tokens(choice, Tokens([token], self._details(token, sampling), self.play.gap_s)):
                 return
             reason = end_of(sampling, output)
             if reason is None and len(output) == self.play.stop_after:
@@ -97,8 +98,8 @@ class Scripted:
                 raise self.play.error
             await asyncio.sleep(self.play.gap_s)
 
-    def _sampled(self, token: int, sampling: Sampling) -> Sampled:
+    def _details(self, token: int, sampling: Sampling) -> list[Sampled]:
         if sampling.logprobs is None:
-            return Sampled(token)
+            return []
         top = list(self.play.top)[: sampling.logprobs]
-        return Sampled(token, self.play.logprob, [token for token, _ in top], [value for _, value in top])
+        return [Sampled(token, self.play.logprob, [token for token, _ in top], [value for _, value in top])]

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry
 from conductor.answer import Answer, Choice, Part, Piece, Silence, Watch
 from conductor.metrics import Metrics
 from conductor.shapes import Usage
+from decode_pool.api import Tokens
 from engine.api import EndReason, Sampled, Sampling
 from engine.tokenizer import Tokenizer
 
@@ -65,7 +66,7 @@ async def test_usage_adds_up_over_prompts_and_choices(tokenizer: Tokenizer) -> N
     parts = [Part(answer, 0, 4), Part(answer, 2, 6)]
     for part in parts:
         part.prefilled(3)
-        assert await part.token(1, Sampled(40))
+        assert await part.tokens(1, Tokens([40], [], 0.0))
         await part.end(1, EndReason.STOP)
     assert answer.usage() == Usage(prompt=10, completion=2, cached=6)
     assert [choice.tokens for choice in answer.choices] == [0, 1, 0, 1]
@@ -73,12 +74,38 @@ async def test_usage_adds_up_over_prompts_and_choices(tokenizer: Tokenizer) -> N
         answer.require_complete()
 
 
+async def test_tokens_that_come_together_are_spread_over_the_time_they_took(tokenizer: Tokenizer) -> None:
+    metrics, clock = Metrics("tiny"), Clock()
+    answer = an_answer(tokenizer, 1, metrics, clock)
+    for now, said in ((2.0, Tokens([40], [], 0.0)), (9.0, Tokens([40, 41, 42], [], 6.0))):
+        clock.now = now
+        assert await answer.tokens(0, said)
+    assert sample(metrics.registry, "vllm:inter_token_latency_seconds_count") == 3
+    assert sample(metrics.registry, "vllm:inter_token_latency_seconds_sum") == 3.0 + 2.0 + 2.0
+    assert (
+        metrics.registry.get_sample_value(
+            "vllm:inter_token_latency_seconds_bucket", {"model_name": "tiny", "le": "2.5"}
+        )
+        == 2
+    )
+
+
+async def test_nothing_after_a_stop_string_is_told(tokenizer: Tokenizer) -> None:
+    letters = [tokenizer.encode(letter, special=False)[0] for letter in "stopped"]
+    metrics = Metrics("tiny")
+    choice = a_choice(tokenizer, ["op"])
+    answer = Answer([choice], 1, Silence(), Watch(metrics, Clock(), arrived=0.0))
+    assert not await answer.tokens(0, Tokens(letters, [], 1.0))
+    assert (choice.text, choice.tokens, choice.reason) == ("st", 4, EndReason.STOP)
+    assert sample(metrics.registry, "vllm:generation_tokens_total") == 4
+
+
 async def test_a_request_has_one_first_token_and_each_choice_its_gaps(tokenizer: Tokenizer) -> None:
     metrics, clock = Metrics("tiny"), Clock()
     answer = an_answer(tokenizer, 2, metrics, clock)
     for now, choice in ((2.0, 0), (3.0, 1), (4.0, 0), (7.0, 1)):
         clock.now = now
-        await answer.token(choice, Sampled(40))
+        await answer.tokens(choice, Tokens([40], [], 0.0))
     assert sample(metrics.registry, "vllm:time_to_first_token_seconds_count") == 1
     assert sample(metrics.registry, "vllm:time_to_first_token_seconds_sum") == 2.0
     assert sample(metrics.registry, "vllm:inter_token_latency_seconds_count") == 2

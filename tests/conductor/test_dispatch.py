@@ -7,7 +7,8 @@ import pytest
 
 from conductor.ask import Failed, Refused
 from conductor.view import Stream
-from engine.api import EndReason, Sampled
+from decode_pool.api import Tokens
+from engine.api import EndReason
 from kvcache_pool.transfer.mover import Reach
 from protocol.ids import RequestId
 from protocol.registry import Pool
@@ -33,17 +34,17 @@ async def test_cold_warm_and_the_next_turn(reach: Reach):
     async with a_cluster(reach=reach) as cluster:
         await cluster.heard["decode-0"].wait()
         cold = await cluster.serve(an_ask(PROMPT, 12))
-        assert cold.tokens[0] == foretell(PROMPT, 12)
+        assert cold.said[0] == foretell(PROMPT, 12)
         assert cold.ended == {0: EndReason.LENGTH}
         assert cold.reused == [0]
         warm = await cluster.serve(an_ask(PROMPT, 12))
-        assert warm.tokens == cold.tokens
+        assert warm.said == cold.said
         assert warm.reused == [20]
         await cluster.cached((len(PROMPT) + 11) // 4)
         # The answer's own full blocks were written back: the next turn finds them.
-        turn = [*PROMPT, *cold.tokens[0], 5, 6, 7]
+        turn = [*PROMPT, *cold.said[0], 5, 6, 7]
         after = await cluster.serve(an_ask(turn, 6))
-        assert after.tokens[0] == foretell(turn, 6)
+        assert after.said[0] == foretell(turn, 6)
         assert after.reused == [(len(PROMPT) + 11) // 4 * 4]
         await cluster.at_rest()
 
@@ -54,7 +55,7 @@ async def test_block_borders(length: int):
     async with a_cluster() as cluster:
         prompt = LONG[:length]
         replies = [await cluster.serve(an_ask(prompt, 5)) for _ in range(3)]
-        assert all(reply.tokens[0] == foretell(prompt, 5) for reply in replies)
+        assert all(reply.said[0] == foretell(prompt, 5) for reply in replies)
         assert [reply.reused for reply in replies] == [[0], *[[(length - 1) // 4 * 4]] * 2]
 
 
@@ -62,7 +63,7 @@ async def test_many_at_once_over_two_of_everything():
     async with a_cluster(2, 2, 2) as cluster:
         prompts = [[n % 7, *LONG[: 5 * (n % 13)]] for n in range(40)]
         replies = await asyncio.gather(*(cluster.serve(an_ask(p, 10)) for p in prompts))
-        assert [reply.tokens[0] for reply in replies] == [foretell(p, 10) for p in prompts]
+        assert [reply.said[0] for reply in replies] == [foretell(p, 10) for p in prompts]
         await cluster.at_rest()
         assert all(engine.passes > 0 for engine in cluster.engines.values())
 
@@ -70,7 +71,7 @@ async def test_many_at_once_over_two_of_everything():
 async def test_choices_share_one_prefill():
     async with a_cluster() as cluster:
         reply = await cluster.serve(an_ask(PROMPT, 6, choices=3))
-        assert reply.tokens == {n: foretell(PROMPT, 6) for n in range(3)}
+        assert reply.said == {n: foretell(PROMPT, 6) for n in range(3)}
         assert cluster.engines["prefill-0"].tokens_computed == len(PROMPT)
         await cluster.at_rest()
 
@@ -78,7 +79,7 @@ async def test_choices_share_one_prefill():
 async def test_one_token_needs_no_decode_step():
     async with a_cluster() as cluster:
         reply = await cluster.serve(an_ask(PROMPT, 1))
-        assert reply.tokens[0] == foretell(PROMPT, 1)
+        assert reply.said[0] == foretell(PROMPT, 1)
         assert cluster.engines["decode-0"].passes == 0
         await cluster.at_rest()
 
@@ -86,7 +87,7 @@ async def test_one_token_needs_no_decode_step():
 async def test_enough_for_the_client_ends_the_work():
     async with a_cluster(layer_s=0.002) as cluster:
         reply = await cluster.serve(an_ask(PROMPT, 200), Listener(enough=5))
-        assert reply.tokens[0] == foretell(PROMPT, 5)
+        assert reply.said[0] == foretell(PROMPT, 5)
         assert reply.ended == {}
         passes = cluster.engines["decode-0"].passes
         await cluster.at_rest()
@@ -105,7 +106,7 @@ async def test_a_client_that_leaves_in_any_phase_leaves_nothing_behind(after_s: 
         before = {name: engine.passes for name, engine in cluster.engines.items()}
         await cluster.at_rest()
         assert all(engine.passes <= before[name] + 2 for name, engine in cluster.engines.items())
-        assert (await cluster.serve(an_ask(PROMPT, 6))).tokens[0] == foretell(PROMPT, 6)
+        assert (await cluster.serve(an_ask(PROMPT, 6))).said[0] == foretell(PROMPT, 6)
 
 
 async def test_a_decode_instance_dies_and_another_goes_on_with_the_tokens_so_far():
@@ -113,12 +114,12 @@ async def test_a_decode_instance_dies_and_another_goes_on_with_the_tokens_so_far
         reply = Listener()
         task = asyncio.create_task(cluster.serve(an_ask(PROMPT, 40, choices=2), reply))
         async with asyncio.timeout(5):
-            while len(reply.tokens.get(1, [])) < 6:  # noqa: ASYNC110 - a test may poll
+            while len(reply.said.get(1, [])) < 6:  # noqa: ASYNC110 - a test may poll
                 await asyncio.sleep(0.005)
         (busy,) = [instance.name for instance in cluster.view.of(Pool.DECODE) if instance.streams]
         await cluster.kill(busy)
         await task
-        assert reply.tokens == {n: foretell(PROMPT, 40) for n in range(2)}
+        assert reply.said == {n: foretell(PROMPT, 40) for n in range(2)}
         assert set(reply.ended) == {0, 1}
         assert len(reply.reused) == 1
         await cluster.at_rest()
@@ -131,7 +132,7 @@ async def test_a_prefill_instance_dies_and_another_takes_over():
         await asyncio.sleep(0.3)
         await cluster.kill("prefill-0")
         await task
-        assert reply.tokens[0] == foretell(LONG, 4)
+        assert reply.said[0] == foretell(LONG, 4)
         assert cluster.engines["prefill-1"].tokens_computed < len(LONG)  # stored chunks were reused
         assert cluster.counted("dango:placements_total") == 2
         assert cluster.counted("dango:replacements_total") == 1
@@ -148,13 +149,13 @@ async def test_the_only_decode_instance_dies_and_the_request_fails_once():
         async with asyncio.timeout(5):
             with pytest.raises(Failed):
                 await task
-        said = reply.tokens[0]
+        said = reply.said[0]
         assert said == foretell(PROMPT, len(said))
         with pytest.raises(Refused, match="no decode instance"):
             await cluster.serve(an_ask(PROMPT, 6))
         cluster.start_decode("decode-0", FakeEngine())
         await cluster.ready(3)
-        assert (await cluster.serve(an_ask(PROMPT, 6))).tokens[0] == foretell(PROMPT, 6)
+        assert (await cluster.serve(an_ask(PROMPT, 6))).said[0] == foretell(PROMPT, 6)
 
 
 async def test_a_bad_block_in_the_pool_costs_time_and_never_a_word():
@@ -163,7 +164,7 @@ async def test_a_bad_block_in_the_pool_costs_time_and_never_a_word():
         (segment,) = {p.shm for p in cluster.movers["prefill-0"]._places.values()}  # type: ignore[attr-defined]
         overwrite_first_runs(Path(segment))
         again = await cluster.serve(an_ask(LONG, 8))
-        assert again.tokens[0] == foretell(LONG, 8)
+        assert again.said[0] == foretell(LONG, 8)
         await cluster.at_rest()
 
 
@@ -172,7 +173,7 @@ async def test_a_full_pool_refuses_before_the_first_token_and_recovers():
         with pytest.raises(Refused) as refused:
             await cluster.serve(an_ask(LONG, 4))
         assert (refused.value.refusal.reason, refused.value.refusal.status) == ("pool_full", 429)
-        assert (await cluster.serve(an_ask(PROMPT, 6))).tokens[0] == foretell(PROMPT, 6)
+        assert (await cluster.serve(an_ask(PROMPT, 6))).said[0] == foretell(PROMPT, 6)
         await cluster.at_rest()
 
 
@@ -183,7 +184,7 @@ async def test_one_too_many_in_flight_is_refused():
         with pytest.raises(Refused) as refused:
             await cluster.serve(an_ask(PROMPT, 6))
         assert refused.value.refusal.status == 429
-        assert (await task).tokens[0] == foretell(PROMPT, 6)
+        assert (await task).said[0] == foretell(PROMPT, 6)
         await cluster.dispatcher.drain(0.1)
         with pytest.raises(Refused) as refused:
             await cluster.serve(an_ask(PROMPT, 6))
@@ -209,7 +210,7 @@ async def test_tenants_and_salts_do_not_share():
             ("", "", 0),
         ):
             reply = await cluster.serve(an_ask(PROMPT, 4, tenant=tenant, salt=salt))
-            assert reply.tokens[0] == foretell(PROMPT, 4)
+            assert reply.said[0] == foretell(PROMPT, 4)
             assert reply.reused == [reused]
 
 
@@ -217,18 +218,28 @@ async def test_an_answer_whose_last_token_was_said_is_over_though_nobody_lived_t
     """The decode instance dies between its last token and the end of its stream: not one token more."""
 
     class Deaf(Listener):
-        async def token(self, choice: int, sampled: Sampled) -> bool:
-            more = await super().token(choice, sampled)
-            if len(self.tokens[choice]) == 8:
+        async def tokens(self, choice: int, said: Tokens) -> bool:
+            more = await super().tokens(choice, said)
+            if len(self.said[choice]) == 8:
                 await cluster.kill("decode-0")
             return more
 
     async with a_cluster(decodes=2, layer_s=0.002) as cluster:
         cluster.view.enter(cluster.view.of(Pool.DECODE)[1], (RequestId("elsewhere"), 0), Stream(10**6, 0.0))
         reply = await cluster.serve(an_ask(PROMPT, 8), Deaf())
-        assert reply.tokens[0] == foretell(PROMPT, 8)
+        assert reply.said[0] == foretell(PROMPT, 8)
         assert reply.ended == {0: EndReason.LENGTH}
         cluster.view.release(cluster.view.of(Pool.DECODE)[0], (RequestId("elsewhere"), 0), 0.0)
+
+
+async def test_runs_of_steps_tell_the_same_text_a_stop_string_included():
+    async with a_cluster(steps_max=16) as cluster:
+        reply = await cluster.serve(an_ask(PROMPT, 30))
+        assert reply.said[0] == foretell(PROMPT, 30)
+        short = await cluster.serve(an_ask(PROMPT, 30), Listener(enough=7))
+        assert short.said[0] == foretell(PROMPT, 30)[: len(short.said[0])]
+        assert short.ended == {}
+        await cluster.at_rest()
 
 
 async def test_what_still_runs_when_the_time_to_drain_is_over_is_told_why():
@@ -258,7 +269,7 @@ async def test_a_directory_that_comes_and_goes_costs_written_back_blocks_and_no_
                 await link.follow(None)
                 await asyncio.sleep(0.005)
                 await link.follow(address)
-            assert (await task).tokens[0] == foretell([turn, *PROMPT], 60)
+            assert (await task).said[0] == foretell([turn, *PROMPT], 60)
         assert not cluster.tasks["decode-0"].done()
 
 

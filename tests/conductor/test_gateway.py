@@ -11,6 +11,7 @@ import pytest
 
 from conductor.ask import Failed, Limits, Priority, Refusal, Refused
 from engine.tokenizer import Tokenizer
+from protocol.ids import token_ids
 from tests.conductor.edge import CONTEXT, MODEL, an_edge, deltas, texts
 from tests.conductor.scripted import Play
 
@@ -81,7 +82,7 @@ async def test_each_prompt_is_an_ask_and_choices_come_in_order(tokenizer: Tokeni
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
         asks = edge.serve.asks
     assert indices == [0, 1, 2, 3]
-    assert [ask.prompt for ask in asks] == [edge.ids("once"), edge.ids("twice")]
+    assert [ask.prompt for ask in asks] == [token_ids(edge.ids(text)) for text in ("once", "twice")]
     assert [[sampling.seed for sampling in ask.samplings] for ask in asks] == [[5, 6], [5, 6]]
     assert len({ask.request for ask in asks}) == 2
 
@@ -90,7 +91,7 @@ async def test_token_id_prompts_reach_the_dispatcher_as_they_are(tokenizer: Toke
     async with an_edge(tokenizer) as edge:
         await edge.complete(prompt=[1, 2, 3], max_tokens=1)
         await edge.complete(prompt=[[1, 2], [3]], max_tokens=1)
-        assert [ask.prompt for ask in edge.serve.asks] == [[1, 2, 3], [1, 2], [3]]
+        assert [list(ask.prompt) for ask in edge.serve.asks] == [[1, 2, 3], [1, 2], [3]]
 
 
 async def test_without_a_seed_each_choice_draws_another(tokenizer: Tokenizer) -> None:

@@ -23,7 +23,7 @@ async def test_garbage_at_the_control_port_is_counted_and_disturbs_nobody():
         async with asyncio.timeout(5):
             while cluster.counted("dango:bad_frames_total") < 3:  # noqa: ASYNC110 - a test may poll
                 await asyncio.sleep(0.05)
-        assert (await cluster.serve(an_ask(PROMPT, 4))).tokens[0] == foretell(PROMPT, 4)
+        assert (await cluster.serve(an_ask(PROMPT, 4))).said[0] == foretell(PROMPT, 4)
         socket.close(0)
         context.destroy(linger=0)
 
@@ -41,7 +41,7 @@ async def test_an_instance_that_falls_silent_is_given_up_and_its_successor_taken
         await cluster.ready(3)
         (second,) = cluster.view.of(Pool.DECODE)
         assert second.incarnation != first.incarnation
-        assert (await cluster.serve(an_ask(PROMPT, 4))).tokens[0] == foretell(PROMPT, 4)
+        assert (await cluster.serve(an_ask(PROMPT, 4))).said[0] == foretell(PROMPT, 4)
 
 
 async def test_a_pause_of_the_conductor_is_not_held_against_its_instances():
@@ -55,7 +55,7 @@ async def test_a_pause_of_the_conductor_is_not_held_against_its_instances():
             instance.heard_at -= DEAD_AFTER_S  # as if the reports of a pause had not been read yet
         time.sleep(1.2)  # noqa: ASYNC251 - the pause itself, of all in this process
         await task
-        assert reply.tokens[0] == foretell(PROMPT, 60)
+        assert reply.said[0] == foretell(PROMPT, 60)
         assert [i.incarnation for pool in Pool for i in cluster.view.of(pool)] == lives
 
 

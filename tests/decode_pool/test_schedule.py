@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from decode_pool.schedule import Plan, Schedule, Sequence
 from engine.paging import Pages
+from protocol.ids import token_ids
 
 STEP = 4
 
@@ -14,7 +15,7 @@ def a_schedule(pages: int = 8, batch_max: int = 8, queue_max: int = 16) -> Sched
 
 
 def a_sequence(name: str, tokens: int) -> Sequence:
-    return Sequence((name, 0), list(range(tokens)), tokens - 1)
+    return Sequence((name, 0), token_ids(range(tokens)), tokens - 1)
 
 
 def joined(schedule: Schedule, *sequences: Sequence) -> None:
@@ -24,10 +25,14 @@ def joined(schedule: Schedule, *sequences: Sequence) -> None:
         schedule.join(sequence, len(sequence.tokens) - 1)
 
 
-def run_step(schedule: Schedule, hindered: list[Sequence] | None = None) -> list[Plan]:
+def run_step(schedule: Schedule, hindered: list[Sequence] | None = None, more: int = 0) -> list[Plan]:
+    """One step; or, if all plans are plain, up to `more` steps after it."""
     plans = schedule.step((hindered if hindered is not None else []).append)
+    steps = 1
+    if plans and all(plan.plain for plan in plans):
+        steps = min(1 + more, schedule.steps_on(plans))
     for plan in plans:
-        schedule.advance(plan, 0 if plan.draws else None)
+        schedule.advance(plan, [0] * steps if plan.draws else [])
     schedule.check()
     return plans
 
@@ -97,6 +102,19 @@ def test_a_batch_is_bounded_and_so_is_the_queue():
     assert not schedule.add(a_sequence("a", 2))
 
 
+def test_a_run_ends_where_the_first_of_its_pages_is_full():
+    schedule = a_schedule()
+    joined(schedule, a_sequence("a", 5), a_sequence("b", 7))
+    plans = schedule.step([].append)
+    assert all(plan.plain for plan in plans)
+    assert schedule.steps_on(plans) == 2  # b computes the tokens 6 and 7
+    for plan in plans:
+        schedule.advance(plan, [0, 0])
+    schedule.check()
+    assert [(plan.sequence.computed, len(plan.sequence.tokens)) for plan in plans] == [(6, 7), (8, 9)]
+    assert [plan.start for plan in schedule.step([].append)] == [6, 8]
+
+
 @given(st.data())
 def test_pages_are_conserved_and_the_oldest_always_moves_on(data: st.DataObject):
     schedule = a_schedule(pages=8, batch_max=4)
@@ -110,7 +128,7 @@ def test_pages_are_conserved_and_the_oldest_always_moves_on(data: st.DataObject)
             case "step":
                 oldest = next(iter(schedule._running.values()), None)
                 before = oldest.computed if oldest else 0
-                plans = run_step(schedule)
+                plans = run_step(schedule, more=data.draw(st.integers(0, 3)))
                 if oldest is not None:
                     assert plans[0].sequence is oldest
                     assert oldest.computed > before

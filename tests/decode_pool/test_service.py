@@ -1,20 +1,20 @@
 """A decode instance over a fake engine and pool: the text foretold, alone, in a crowd, short of pages."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
 
-from decode_pool.api import Decode, DecodeBusy, Ended, Joined, Token, TooLong
+from decode_pool.api import Decode, DecodeBusy, Ended, Joined, Tokens, TooLong
 from decode_pool.config import DecodeConfig
 from decode_pool.service import DecodeService
 from decode_pool.writeback import Block
-from engine.api import EndReason, Row, Sampling
+from engine.api import EndReason, Row, Sampled, Sampling
 from kvcache_pool.api import Grant, Priority
 from protocol.blocks import block_hashes
 from protocol.errors import BadMessage
-from protocol.ids import RequestId, SegmentId
+from protocol.ids import RequestId, SegmentId, token_ids
 from protocol.message import Message
 from protocol.rpc import Ask
 from tests.fakes import LAYOUT, MANIFEST, FakeEngine, MemoryMover, foretell
@@ -54,7 +54,8 @@ class Bench:
             await self.mover.write(layer, grants, writer.runs(layer), pages, Priority.STORE)
         sampling = Sampling(max_tokens=tokens, **more)  # type: ignore[arg-type]
         names = block_hashes(MANIFEST.root(), covered)
-        return Decode(RequestId(name), 0, prompt, said, names, "", "", grants, [], sampling)
+        prompt_ids, said_ids = token_ids(prompt), token_ids(said)
+        return Decode(RequestId(name), 0, prompt_ids, said_ids, names, "", "", grants, [], sampling)
 
     async def decode(self, message: Decode) -> tuple[list[int], Ended]:
         """All tokens of the answer, the given ones included, and how it ended."""
@@ -66,8 +67,9 @@ class Bench:
         ended = await self.service.decode(message, Ask([], 10.0, send))
         assert isinstance(ended, Ended)
         assert isinstance(items[0], Joined)
-        tokens = [item.sampled.token for item in items if isinstance(item, Token)]
-        assert len(tokens) == len(items) - 1
+        said = [item for item in items if isinstance(item, Tokens)]
+        assert len(said) == len(items) - 1
+        tokens = [token for item in said for token in item.tokens]
         return [*message.output, *tokens], ended
 
 
@@ -179,9 +181,101 @@ async def test_what_can_never_fit_and_what_is_one_too_many_is_refused():
 async def test_messages_that_do_not_fit_together_are_refused():
     async with a_bench() as bench:
         good = await bench.stored(PROMPT, 4)
-        for change in ({"output": []}, {"sources": good.sources[1:]}, {"blocks": good.blocks[1:]}):
+        for change in ({"output": token_ids()}, {"sources": good.sources[1:]}, {"blocks": good.blocks[1:]}):
             with pytest.raises(BadMessage):
                 await bench.decode(Decode(**{**vars(good), **change}))
+
+
+class Counted(FakeEngine):
+    """Keeps how many steps each run was allowed and how many it took."""
+
+    def __init__(self, **more: int) -> None:
+        super().__init__(**more)
+        self.ran: list[tuple[int, int]] = []
+
+    async def run(self, rows: Sequence[Row], steps: int, enough: asyncio.Event) -> list[list[Sampled]]:
+        said = await super().run(rows, steps, enough)
+        self.ran.append((steps, len(said[0])))
+        return said
+
+
+async def test_runs_end_with_blocks_and_at_the_last_token_and_write_back_the_same():
+    engine = Counted()
+    async with a_bench(engine, steps_max=8) as bench:
+        tokens, ended = await bench.decode(await bench.stored(PROMPT, 12))
+        assert (tokens, ended.reason) == (foretell(PROMPT, 12), EndReason.LENGTH)
+        # From token 18 on: to the ends of the blocks at 20, 24 and 28, and one more.
+        assert engine.ran == [(2, 2), (4, 4), (4, 4), (1, 1)]
+        names = block_hashes(MANIFEST.root(), [*PROMPT, *tokens[:-1]])
+        assert [block.chain for block in bench.kept.blocks] == [names[:n] for n in (5, 6, 7)]
+
+
+async def test_a_crowd_in_runs_says_the_same_and_short_of_pages_too():
+    async with a_bench(FakeEngine(pages=24), steps_max=5) as bench:
+        prompts = [[n, *PROMPT[: n + 1]] for n in range(12)]
+        messages = [await bench.stored(p, 8 + n, name=str(n)) for n, p in enumerate(prompts)]
+        answers = await asyncio.gather(*(bench.decode(message) for message in messages))
+        assert [tokens for tokens, _ in answers] == [foretell(p, 8 + n) for n, p in enumerate(prompts)]
+
+
+async def test_a_stop_token_ends_a_run_and_nothing_is_said_after_it():
+    said = foretell(PROMPT, 12)
+    stop = next(token for n, token in enumerate(said) if n >= 3 and token not in said[:n])
+    async with a_bench(steps_max=8) as bench:
+        tokens, ended = await bench.decode(await bench.stored(PROMPT, 12, stop_tokens=[stop]))
+        assert (tokens, ended.reason) == (said[: said.index(stop) + 1], EndReason.STOP)
+
+
+async def test_who_joins_or_leaves_waits_for_one_step_of_a_run():
+    """The engine stands still in a step of a long run while one comes, or goes: the run ends with that step."""
+
+    class Gated(Counted):
+        def __init__(self) -> None:
+            super().__init__(pages=128)
+            self.entered, self.gate = asyncio.Event(), asyncio.Event()
+
+        async def step(self, rows: Sequence[Row]) -> list[list[Sampled]]:
+            self.entered.set()
+            await self.gate.wait()
+            return await super().step(rows)
+
+    for leaves in (False, True):
+        engine = Gated()
+        async with a_bench(engine, steps_max=4) as bench:
+            prompt = PROMPT[:17]  # the first run could take the four steps to the end of the block
+            first = asyncio.create_task(bench.decode(await bench.stored(prompt[:16], 20, name="a", output=2)))
+            await engine.entered.wait()
+            if leaves:
+                first.cancel()
+                other = None
+            else:
+                other = asyncio.create_task(bench.decode(await bench.stored(PROMPT, 4, name="b")))
+            for _ in range(50):
+                await asyncio.sleep(0)
+            engine.gate.set()
+            await asyncio.gather(first, *([other] if other else []), return_exceptions=True)
+            assert engine.ran[0] == (3, 1)
+
+
+async def test_tokens_carry_their_details_only_when_asked_for_and_the_time_they_took():
+    for logprobs in (None, 0):
+        async with a_bench(FakeEngine(layer_s=0.001), steps_max=8) as bench:
+            items: list[Tokens] = []
+
+            async def send(item: Message, *_: object, items: list[Tokens] = items) -> None:
+                if isinstance(item, Tokens):
+                    items.append(item)
+
+            await bench.service.decode(await bench.stored(PROMPT, 7, logprobs=logprobs), Ask([], 10.0, send))
+            assert [len(item.tokens) for item in items] == [2, 4]
+            assert [len(item.details) for item in items] == ([0, 0] if logprobs is None else [2, 4])
+            assert all(item.over_s >= len(item.tokens) * LAYOUT.layers * 0.001 for item in items)
+
+
+async def test_nothing_is_written_back_when_that_is_off():
+    async with a_bench(write_back=False) as bench:
+        assert (await bench.decode(await bench.stored(PROMPT, 12)))[0] == foretell(PROMPT, 12)
+        assert bench.kept.blocks == []
 
 
 async def test_a_step_that_fails_ends_its_requests_and_not_the_loop():

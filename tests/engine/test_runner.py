@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,39 @@ async def test_a_row_draws_as_often_as_it_is_asked(engine: TorchEngine):
     assert several == (await engine.step(rows))[0]
 
 
+async def test_a_run_is_its_steps_one_by_one(engine: TorchEngine):
+    prompts, pages = [a_prompt(17, seed=1), a_prompt(9, seed=2)], [[60, 61, 62, 63], [70, 71, 72, 73]]
+    text = [await answer(engine, prompt, count=9) for prompt in prompts]
+    firsts = [await prefill(engine, prompt, held, chunk=100) for prompt, held in zip(prompts, pages, strict=True)]
+    sampling = Sampling(temperature=0.0, max_tokens=100)
+    rows = [
+        Row([first], len(prompt), held, [Draw(sampling, prompt, [first])])
+        for prompt, first, held in zip(prompts, firsts, pages, strict=True)
+    ]
+    said = await engine.run(rows, 8, asyncio.Event())
+    assert [[first, *(one.token for one in row)] for first, row in zip(firsts, said, strict=True)] == text
+    at = next(n for n in (4, 3, 2, 1) if text[1][n] not in text[1][:n])
+    ends = Sampling(temperature=0.0, max_tokens=100, stop_tokens=[text[1][at]])
+    ending = [rows[0], replace(rows[1], draws=[Draw(ends, prompts[1], firsts[1:])])]
+    assert [len(row) for row in await engine.run(ending, 8, asyncio.Event())] == [at, at]
+    full = [replace(rows[0], draws=[Draw(replace(sampling, max_tokens=4), prompts[0], firsts[:1])])]
+    assert [len(row) for row in await engine.run(full, 8, asyncio.Event())] == [3]
+    enough = asyncio.Event()
+    enough.set()
+    assert await engine.run(rows, 8, enough) == [row[:1] for row in said]
+
+
+async def test_a_run_that_its_pages_do_not_hold_or_that_is_no_decoding_is_refused(engine: TorchEngine):
+    await prefill(engine, PROMPT[:12], [1, 2], chunk=100)
+    row = a_row([3], 12, [1, 2], max_tokens=99)  # positions 12 to 15
+    assert len((await engine.run([row], 4, asyncio.Event()))[0]) == 4
+    with pytest.raises(ValueError, match="2 pages of 8 do not hold 17 tokens"):
+        await engine.run([row], 5, asyncio.Event())
+    for bad in (a_row([3, 4]), replace(row, draws=())):
+        with pytest.raises(ValueError, match="one token and one draw"):
+            await engine.run([bad], 1, asyncio.Event())
+
+
 async def test_no_rows_make_an_empty_pass(engine: TorchEngine):
     assert await engine.step([]) == []
     assert await by_layer(engine, []) == []
@@ -97,9 +131,9 @@ async def test_a_run_is_keys_then_values_by_token(engine: TorchEngine):
     await engine.step([a_row()])
     layout, at = engine.layout, 11
     shape = (2, layout.block_tokens, layout.kv_heads, layout.head_dim)
-    before = [engine.runs(1)[page].view(np.float32).reshape(shape).copy() for page in PAGES]
+    before = [engine.runs(1)[page].view(np.uint32).reshape(shape).copy() for page in PAGES]
     await engine.step([Row([PROMPT[at] + 1], at, PAGES)])
-    after = [engine.runs(1)[page].view(np.float32).reshape(shape) for page in PAGES]
+    after = [engine.runs(1)[page].view(np.uint32).reshape(shape) for page in PAGES]
     changed = np.argwhere([(one != other).any((-2, -1)) for one, other in zip(before, after, strict=True)])
     assert changed.tolist() == [[at // BLOCK, kind, at % BLOCK] for kind in (0, 1)]
 

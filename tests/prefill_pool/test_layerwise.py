@@ -35,7 +35,7 @@ async def a_faulty_cluster(prefill: Faults, decode: Faults) -> AsyncIterator[Clu
 async def serve_all(cluster: Cluster, prompts: Sequence[list[int]] = PROMPTS) -> list[int]:
     """Eight long prompts at once; asserts their texts. Returns how much of each was reused."""
     replies = await asyncio.gather(*(cluster.serve(an_ask(prompt, 9)) for prompt in prompts))
-    assert [reply.tokens[0] for reply in replies] == [foretell(prompt, 9) for prompt in prompts]
+    assert [reply.said[0] for reply in replies] == [foretell(prompt, 9) for prompt in prompts]
     await cluster.at_rest()
     return [reply.reused[0] for reply in replies]
 

@@ -14,7 +14,7 @@ from prefill_pool.config import PrefillConfig
 from prefill_pool.service import PrefillService
 from protocol.blocks import block_hashes
 from protocol.errors import BadMessage, PeerLost
-from protocol.ids import BlockHash, LeaseId, RequestId, SegmentId
+from protocol.ids import BlockHash, LeaseId, RequestId, SegmentId, token_ids
 from protocol.rpc import Ask
 from tests.fakes import LAYOUT, MANIFEST, FakeEngine, MemoryMover, foretell
 
@@ -87,7 +87,7 @@ def a_prefill(prompt: list[int], reuse: int = 0, name: str = "r", choices: int =
     grants = [Grant(SEGMENT, slot, 1) for slot in range(-(-len(prompt) // LAYOUT.block_tokens))]
     return Prefill(
         RequestId(name),
-        prompt,
+        token_ids(prompt),
         len(prompt),
         names,
         "tcp://directory",

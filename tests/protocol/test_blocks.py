@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from protocol.blocks import BlockLayout, HashRoot, block_hashes, extend_hashes
 from protocol.errors import BadMessage
+from protocol.ids import token_ids
 from protocol.message import build
 
 ROOT_FOLDER = Path(__file__).resolve().parents[2]
@@ -74,6 +75,13 @@ def test_a_changed_token_changes_its_block_and_all_later_ones(tokens: list[int],
     changed = [*tokens[:at], tokens[at] + 1, *tokens[at + 1 :]]
     same = [a == b for a, b in zip(block_hashes(ROOT, tokens), block_hashes(ROOT, changed), strict=True)]
     assert same == [block < at // 16 for block in range(3)]
+
+
+@given(tokens_lists, st.integers(0, 6))
+def test_packed_tokens_give_the_same_names(tokens: list[int], known: int) -> None:
+    names = block_hashes(ROOT, token_ids(tokens))
+    assert names == block_hashes(ROOT, tokens)
+    assert extend_hashes(ROOT, names[:known], token_ids(tokens)) == names
 
 
 @given(tokens_lists, st.integers(0, 6))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import BadMessage
-from protocol.ids import BlockHash
+from protocol.ids import BlockHash, Ids, token_ids
 from protocol.message import MESSAGE_BYTES_MAX, Message, build, pack, unpack_plain
 
 
@@ -40,6 +40,7 @@ class Sample(Message):
     held: dict[str, int] = field(default_factory=dict)
     by_name: dict[str, Inner] = field(default_factory=dict)
     colours: list[Colour] = field(default_factory=list)
+    ids: Ids = field(default_factory=token_ids)
 
 
 class Positive(Message):
@@ -70,6 +71,7 @@ samples = st.builds(
     held=st.dictionaries(st.text(), numbers),
     by_name=st.dictionaries(st.text(), inners),
     colours=st.lists(st.sampled_from(Colour)),
+    ids=st.lists(st.integers(0, 2**32 - 1)).map(token_ids),
 )
 
 PLAIN: dict[str, Any] = {
@@ -121,6 +123,8 @@ def test_missing_fields_take_their_defaults() -> None:
         ({"held": {"a": "b"}}, "held must be int, not str"),
         ({"held": [1]}, "held must be a map with text keys"),
         ({"held": {b"a": 1}}, "held must be a map with text keys"),
+        ({"ids": [1, 2]}, "ids must be bytes, not list"),
+        ({"ids": b"12345"}, "ids has 5 bytes: no whole number of tokens"),
         ({"surplus": 1}, "unknown fields ['surplus']"),
     ],
 )
@@ -179,6 +183,17 @@ def test_hostile_bytes_are_a_bad_message(data: bytes) -> None:
 def test_oversize_is_refused_unread() -> None:
     with pytest.raises(BadMessage, match=str(MESSAGE_BYTES_MAX)):
         build(Sample, unpack_plain(bytes(MESSAGE_BYTES_MAX + 1)))
+
+
+def test_ids_travel_as_their_bytes_little_endian() -> None:
+    sample = build(Sample, PLAIN | {"ids": b"\x01\x00\x00\x00\xff\xff\xff\xff"})
+    assert list(sample.ids) == [1, 2**32 - 1]
+    assert unpack_plain(pack(sample))["ids"] == b"\x01\x00\x00\x00\xff\xff\xff\xff"
+
+
+def test_what_is_no_message_cannot_be_packed() -> None:
+    with pytest.raises(TypeError, match="object does not travel"):
+        pack(Inner(object()))  # type: ignore[arg-type]
 
 
 def test_messages_are_frozen() -> None:
