@@ -47,7 +47,7 @@ async def serve(config: KVCacheConfig) -> None:
 async def _serve(transport: Transport, config: KVCacheConfig, manifest: Manifest, segment: Segment) -> None:
     host = config.host or socket.gethostname()
     bytes_service = SegmentService(segment)
-    directory = DirectoryService(Index()) if config.directory else None
+    directory = DirectoryService(Index(config.copies_share)) if config.directory else None
     elsewhere: str | None = None  # the directory's address, where it is not here
 
     async def heard(news: Heard) -> None:

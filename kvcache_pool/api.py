@@ -140,11 +140,21 @@ class Acquire(Message):
     unnamed: int
     near: SegmentId | None
     lease_s: float = LEASE_S
+    copies: int = 0
+    """At most so many blocks of the cached prefix that `near` lacks get a slot there too, the first of them, as
+    room and budget allow. The asker, who loads them anyway, writes them there: so a hot prefix spreads."""
 
 
 def new_lease() -> LeaseId:
     """A name for a lease that nobody has used."""
     return LeaseId(uuid.uuid4().hex)
+
+
+class Copy(Message):
+    """Room in the segment `near` for one more copy of `sources[source]` of the lease."""
+
+    source: int
+    target: Grant
 
 
 class Lease(Message):
@@ -155,12 +165,14 @@ class Lease(Message):
     targets: list[Grant]
     places: list[Place]
     """Of every segment that a grant names."""
+    copies: list[Copy] = field(default_factory=list)
+    """What was granted of the copies that were asked for, in the order of the prompt."""
 
 
 class Commit(Message):
     """Targets are written: publish them under their names. Answered by Done; or LeaseLost.
 
-    `slots[i]` of `targets` (as an index into them) gets `blocks[i]`. Committing twice changes nothing.
+    `slots[i]` gets `blocks[i]`: an index into `targets`, and then `copies`. Committing twice changes nothing.
     """
 
     lease: LeaseId
@@ -215,6 +227,8 @@ class Stats(Message):
     leases: int
     evicted: int
     """Since the start."""
+    copies: int
+    """Cached or reserved in one segment as copies of what another has; in `cached` and `reserved` too."""
 
 
 class Done(Message):
@@ -302,10 +316,8 @@ class Mover(Protocol):
     async def write_blocks(
         self, grants: Sequence[Grant], blocks: Sequence[npt.NDArray[np.uint8]], priority: Priority
     ) -> None:
-        """As `write`, for blocks that are complete in all layers, each [layers, run_bytes].
-
-        One visit to a copying thread, where a write for each layer costs the event loop one each.
-        """
+        """As `write`, for blocks that are complete in all layers, each [layers, run_bytes]: one visit to a copying
+        thread, where a write for each layer costs the event loop one each."""
         ...
 
     async def aclose(self) -> None:

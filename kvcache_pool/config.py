@@ -26,5 +26,13 @@ class KVCacheConfig:
     size_bytes: int = 768 << 20
     """Memory given to KV blocks, in /dev/shm; it is claimed whole at the start."""
 
+    copies_share: float = 0.5
+    """Most of each segment's blocks that may be copies of blocks that other segments hold too, from 0 to 1."""
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe log that is written."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what no service could use."""
+        if not 0.0 <= self.copies_share <= 1.0:
+            raise ValueError(f"copies_share must be from 0 to 1, not {self.copies_share}")

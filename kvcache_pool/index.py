@@ -7,11 +7,17 @@
 The laws: a slot is free, reserved or cached, never two of them. A name has at most one block in a segment,
 and it was committed. A block that a lease names is neither evicted nor given to another. Each use of a slot
 has a generation of its own, greater than all before. All costs are O(blocks in the request).
+
+A hot prefix spreads: whoever reads it in a segment that lacks it may ask for slots there, and commits what it
+has read under the same names (the end of Mooncake's Algorithm 1, FAST'25, section 6). Such a block is a *copy*
+as long as another segment has it too, and a segment gives only a share of its slots to copies, since each of
+them takes the place of a block that nobody else has. When the others are gone it is a block like any other.
 """
 
 from collections.abc import Iterable, Sequence
 
-from kvcache_pool.api import Acquire, Found, Grant, Lease, LeaseLost, Place, PoolFull, Stats
+from kvcache_pool.api import Acquire, Copy, Found, Grant, Lease, LeaseLost, Place, PoolFull, Stats
+from kvcache_pool.config import KVCacheConfig
 from kvcache_pool.leases import QUARANTINE_S, Claim, Leases
 from kvcache_pool.slots import Block, Slots
 from protocol.ids import BlockHash, Incarnation, LeaseId, SegmentId
@@ -25,9 +31,11 @@ segment's membership, can have granted and not yet written. 64 bits hold four bi
 
 
 class Index:
-    """All blocks of the pool. Every method but `find`, `stats` and `check` mutates."""
+    """All blocks of the pool. Every method but `find`, `replicas`, `stats` and `check` mutates."""
 
-    def __init__(self) -> None:
+    def __init__(self, copies_share: float = KVCacheConfig.copies_share) -> None:
+        """`copies_share`, from 0 to 1, is how much of a segment may hold copies."""
+        self._copies_share = copies_share
         self._segments: dict[SegmentId, Slots] = {}  # in the order of joining, which breaks ties
         self._replicas: dict[BlockHash, dict[SegmentId, Block]] = {}
         self._leases = Leases()
@@ -44,7 +52,7 @@ class Index:
             return False
         if known is not None:
             self._drop(known)
-        self._segments[place.segment] = Slots(place, now)
+        self._segments[place.segment] = Slots(place, now, int(self._copies_share * place.slots))
         self._generation = max(self._generation, generation) + GENERATIONS_A_JOIN
         return True
 
@@ -74,29 +82,35 @@ class Index:
     def find(self, blocks: list[BlockHash]) -> Found:
         """The longest unbroken prefix, in all segments together and in each alone."""
         held = dict.fromkeys(self._replicas.get(blocks[0], ()) if blocks else (), 0)
-        unbroken, reach = list(held), 0
+        unbroken, reach = set(held), 0
         for name in blocks:
             replicas = self._replicas.get(name)
             if replicas is None:
                 break
+            if not unbroken <= replicas.keys():
+                for segment in unbroken - replicas.keys():
+                    held[segment] = reach
+                unbroken &= replicas.keys()
             reach += 1
-            unbroken = [segment for segment in unbroken if segment in replicas]
-            for segment in unbroken:
-                held[segment] = reach
+        for segment in unbroken:
+            held[segment] = reach
         return Found(reach, {str(segment): count for segment, count in held.items()})
+
+    def replicas(self, name: BlockHash) -> int:
+        """How many segments have this block."""
+        return len(self._replicas.get(name, ()))
 
     def _cached(self, blocks: list[BlockHash], near: SegmentId | None) -> list[Block]:
         """One replica of each block of the cached prefix: near, else where the one before was, else the oldest."""
         chosen: list[Block] = []
-        last = near
+        home = last = near or SegmentId("")
         for name in blocks:
             replicas = self._replicas.get(name)
             if replicas is None:
                 break
-            segment = next((wish for wish in (near, last) if wish in replicas), next(iter(replicas)))
-            assert segment is not None
-            chosen.append(replicas[segment])
-            last = segment
+            block = replicas.get(home) or replicas.get(last) or next(iter(replicas.values()))
+            chosen.append(block)
+            last = block.grant.segment
         return chosen
 
     # -- leases -------------------------------------------------------------------------------------
@@ -111,23 +125,27 @@ class Index:
         count = len(ask.blocks) - len(sources) + ask.unnamed
         rooms = self._rooms(count, ask.near, sources)
         for block in sources:
+            if block.leases == 0:
+                block.home.idle.drop(block)
             block.leases += 1
-            block.home.idle.drop(block)
-        targets = [self._reserve(slots) for slots, share in rooms for _ in range(share)]
-        claim = self._leases.grant(ask.lease, ask.owner, now + ask.lease_s, sources, targets)
-        places = {block.home.place.segment: block.home.place for block in claim.blocks}
+        targets = [block for slots, share in rooms for block in self._reserve(slots, share)]
+        copies = self._copies(ask, sources)
+        blocks = [*_with_copies(sources, copies), *targets]
+        self._leases.grant(ask.lease, ask.owner, now + ask.lease_s, blocks, [*targets, *copies.values()])
+        homes = {block.home: None for block in blocks}
         return Lease(
-            claim.lease,
-            [block.grant() for block in sources],
-            [block.grant() for block in targets],
-            list(places.values()),
+            ask.lease,
+            [block.grant for block in sources],
+            [block.grant for block in targets],
+            [slots.place for slots in homes],
+            [Copy(source, block.grant) for source, block in copies.items()],
         )
 
     def _rooms(self, count: int, near: SegmentId | None, sources: list[Block]) -> list[tuple[Slots, int]]:
         """Which segments give how many slots: one if it can, the near one first. Raises PoolFull."""
         spare = {segment: slots.room for segment, slots in self._segments.items()}
         for block in sources:
-            if block in block.home.idle:
+            if block.leases == 0:
                 spare[block.home.place.segment] -= 1  # about to be leased, so not to be evicted
         if sum(spare.values()) < count or self._leases.full:
             raise PoolFull(f"{count} blocks wanted, {sum(spare.values())} can be had")
@@ -142,14 +160,25 @@ class Index:
             count -= share
         return shares
 
-    def _reserve(self, slots: Slots) -> Block:
-        if not slots.free:
+    def _copies(self, ask: Acquire, sources: list[Block]) -> dict[int, Block]:
+        """Room near the asker for copies of the sources that are elsewhere; as far as it goes, in their order."""
+        slots = self._segments.get(ask.near) if ask.near is not None and ask.copies else None
+        if slots is None:
+            return {}
+        elsewhere = [source for source, block in enumerate(sources) if block.home is not slots]
+        count = min(ask.copies, len(elsewhere), slots.copies_room)
+        return dict(zip(elsewhere, self._reserve(slots, count, copy=True), strict=False))
+
+    def _reserve(self, slots: Slots, count: int, *, copy: bool = False) -> list[Block]:
+        """So many slots, of which there is room for all; evicts what it must."""
+        for _ in range(count - slots.free):
             victim = slots.idle.take()
             self._unname(victim)
             slots.give(victim)
             self._evicted += 1
-        self._generation += 1
-        return slots.take(self._generation)
+        first = self._generation + 1
+        self._generation += count
+        return [slots.take(generation, copy) for generation in range(first, first + count)]
 
     def commit(self, lease: LeaseId, targets: list[int], blocks: list[BlockHash], now: float) -> None:
         """Publish written targets. Raises LeaseLost, or ValueError if these targets were never granted.
@@ -167,10 +196,12 @@ class Index:
         if block.lost or block.spoiled or block.name is not None:
             return
         replicas = self._replicas.setdefault(name, {})
-        first = replicas.setdefault(block.home.place.segment, block)
+        first = replicas.setdefault(block.grant.segment, block)
         if first is block:
             block.name = name
             block.home.cached += 1
+            if block.copy and len(replicas) == 1:
+                block.home.keep(block)
         elif first.leases == 0:
             first.home.idle.touch(first)
 
@@ -198,8 +229,7 @@ class Index:
         overdue = self._leases.overdue(now)
         for claim in overdue:
             self._let_go([block for block in claim.blocks if block.name is not None or block.lost])
-            claim.sources = [block for block in claim.sources if block.name is None and not block.lost]
-            claim.targets = [block for block in claim.targets if block.name is None and not block.lost]
+            claim.blocks = [block for block in claim.blocks if block.name is None and not block.lost]
             self._leases.linger(claim, now + QUARANTINE_S)
         for claim in self._leases.lapsed(now):
             self._let_go(claim.blocks)
@@ -228,7 +258,7 @@ class Index:
         for grant in grants:
             slots = self._segments.get(grant.segment)
             block = slots.used.get(grant.slot) if slots is not None else None
-            if block is None or block.generation != grant.generation:
+            if block is None or block.grant != grant:
                 continue  # another use of the slot: what was bad is gone
             known += 1
             block.spoiled = True
@@ -243,19 +273,22 @@ class Index:
         return len(idle)
 
     def _free_if_idle(self, block: Block) -> None:
+        block.home.idle.drop(block)
         self._unname(block)
         if block.leases == 0:
             block.home.give(block)
 
     def _unname(self, block: Block) -> None:
-        """Nobody finds this block any more."""
-        block.home.idle.drop(block)
+        """Nobody finds this block any more. That it is idle no more is for the caller to see to."""
         if block.name is None:
             return
         replicas = self._replicas[block.name]
-        del replicas[block.home.place.segment]
+        del replicas[block.grant.segment]
         if not replicas:
             del self._replicas[block.name]
+        elif len(replicas) == 1:
+            for last in replicas.values():
+                last.home.keep(last)
         block.name = None
         block.home.cached -= 1
 
@@ -268,7 +301,9 @@ class Index:
         free = sum(slots.free for slots in segments)
         cached = sum(slots.cached for slots in segments)
         leased = cached - sum(len(slots.idle) for slots in segments)
-        return Stats(total, free, cached, total - free - cached, leased, len(self._leases), self._evicted)
+        copies = sum(slots.copies for slots in segments)
+        reserved = total - free - cached
+        return Stats(total, free, cached, reserved, leased, len(self._leases), self._evicted, copies)
 
     def check(self) -> None:
         """Asserts every law of this file. O(all blocks)."""
@@ -278,12 +313,13 @@ class Index:
             slots.check()
             for block in slots.used.values():
                 assert not block.lost
-                assert block.generation <= self._generation
+                assert block.grant.generation <= self._generation
         for name, replicas in self._replicas.items():
             assert replicas, "a name without a block"
             for segment, block in replicas.items():
-                assert self._segments[segment].used[block.slot] is block
+                assert self._segments[segment].used[block.grant.slot] is block
                 assert block.name == name
+                assert len(replicas) > 1 or not block.copy, "what is nowhere else is no copy"
                 assert not block.spoiled
                 named += 1
         assert named == sum(slots.cached for slots in self._segments.values())
@@ -291,4 +327,11 @@ class Index:
         used = [block for slots in self._segments.values() for block in slots.used.values()]
         assert all(block.leases == counts.get(block, 0) for block in used)
         assert all(block.lost for block in counts.keys() - set(used))
-        assert len({block.generation for block in used}) == len(used)
+        assert len({block.grant.generation for block in used}) == len(used)
+
+
+def _with_copies(sources: list[Block], copies: dict[int, Block]) -> list[Block]:
+    """Each source with its copy, so that both are used, and one day evicted, in the order of the prompt."""
+    if not copies:
+        return sources
+    return [block for n, source in enumerate(sources) for block in (source, copies.get(n)) if block is not None]

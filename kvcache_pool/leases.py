@@ -30,13 +30,10 @@ class Claim:
     lease: LeaseId
     owner: str
     end: float
-    sources: list[Block]
+    blocks: list[Block]
+    """All that it names, in the order of the prompt."""
     targets: list[Block]
-
-    @property
-    def blocks(self) -> list[Block]:
-        """All that it names, in the order of the prompt."""
-        return self.sources + self.targets
+    """What can be committed: those of `blocks` that were reserved for it, as a commit counts them."""
 
 
 class Leases:
@@ -64,11 +61,11 @@ class Leases:
         """Whether the name is taken, by a current or a late lease."""
         return lease in self._current or lease in self._late
 
-    def grant(self, lease: LeaseId, owner: str, end: float, sources: list[Block], targets: list[Block]) -> Claim:
+    def grant(self, lease: LeaseId, owner: str, end: float, blocks: list[Block], targets: list[Block]) -> Claim:
         """A new lease, under a name that is free."""
         assert lease not in self
         self._issued += 1
-        claim = Claim(lease, owner, end, sources, targets)
+        claim = Claim(lease, owner, end, blocks, targets)
         self._current[claim.lease] = claim
         heapq.heappush(self._ends, (end, self._issued, claim.lease))
         return claim

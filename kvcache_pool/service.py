@@ -108,8 +108,8 @@ class DirectoryService:
 
     async def _acquire(self, message: Acquire, _: Ask) -> Lease:
         _require_lease_s(message.lease_s)
-        if message.reuse < 0 or message.unnamed < 0:
-            raise BadMessage("reuse and unnamed count blocks: they are not negative")
+        if min(message.reuse, message.unnamed, message.copies) < 0:
+            raise BadMessage("reuse, unnamed and copies count blocks: they are not negative")
         try:
             return self._index.acquire(message, _now())
         except ValueError as error:

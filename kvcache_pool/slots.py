@@ -12,35 +12,38 @@ class Block:
     """A slot in use: *cached* if it has a name, else *reserved*. Equal only to itself."""
 
     home: "Slots"
-    slot: int
-    generation: int
-    """Of this use of the slot; never seen before in any slot, so an old grant is recognised."""
+    grant: Grant
+    """The right to this use of the slot, as readers and writers are told. Its generation was never seen before in
+    any slot, so an old grant is recognised."""
     name: BlockHash | None = None
     leases: int = 0
     """How many leases name it."""
+    copy: bool = False
+    """Made as a copy of what another segment has, which is so still: it counts against the budget of copies."""
     spoiled: bool = False
     """A reader found it bad: it is never published (again)."""
     lost: bool = False
     """Its segment has left; only leases remember it."""
-
-    def grant(self) -> Grant:
-        """The right to this slot, as it is told to readers and writers."""
-        return Grant(self.home.place.segment, self.slot, self.generation)
 
 
 @dataclass(eq=False)
 class Slots:
     """One segment's slots.
 
-    Owns its free list and the blocks in the other slots. Always: free + used == place.slots, and
-    `idle` holds exactly the cached blocks that no lease names. Mutates: take, give.
+    Owns its free list and the blocks in the other slots. Always: free + used == place.slots, `idle` holds
+    exactly the cached blocks that no lease names, and at most `copies_max` blocks are copies. Mutates: take,
+    give, keep.
     """
 
     place: Place
     heard: float
     """When it last announced itself."""
+    copies_max: int = 0
+    """The budget: so many slots may hold copies."""
     cached: int = 0
     """Blocks with a name."""
+    copies: int = 0
+    """Blocks that are copies, committed or not."""
     idle: LeastRecent[Block] = field(default_factory=LeastRecent)
     used: dict[int, Block] = field(default_factory=dict)
 
@@ -57,22 +60,37 @@ class Slots:
         """Slots that can be had, if need be by evicting."""
         return len(self._free) + len(self.idle)
 
-    def take(self, generation: int) -> Block:
+    @property
+    def copies_room(self) -> int:
+        """Copies that can still be taken."""
+        return min(self.room, self.copies_max - self.copies)
+
+    def take(self, generation: int, copy: bool) -> Block:
         """Put a free slot to use, reserved for one lease."""
-        block = Block(self, self._free.pop(), generation, leases=1)
-        self.used[block.slot] = block
+        slot = self._free.pop()
+        block = Block(self, Grant(self.place.segment, slot, generation), leases=1, copy=copy)
+        self.used[slot] = block
+        self.copies += copy
         return block
 
     def give(self, block: Block) -> None:
         """The slot holds nothing any more."""
         assert block.name is None, "a block is forgotten before its slot is free"
-        del self.used[block.slot]
-        self._free.append(block.slot)
+        del self.used[block.grant.slot]
+        self._free.append(block.grant.slot)
+        if block.copy:
+            self.keep(block)
+
+    def keep(self, block: Block) -> None:
+        """No other segment has this block any more, so it is no copy."""
+        self.copies -= block.copy
+        block.copy = False
 
     def check(self) -> None:
         """Asserts that no slot is lost or doubled, and that `idle` and `cached` are what they say."""
         assert sorted([*self._free, *self.used]) == list(range(self.place.slots))
-        assert all(block.slot == slot and block.home is self for slot, block in self.used.items())
+        assert all(block.grant.slot == slot and block.home is self for slot, block in self.used.items())
+        assert self.copies == sum(block.copy for block in self.used.values()) <= self.copies_max
         assert self.cached == sum(block.name is not None for block in self.used.values())
         idle = {block for block in self.used.values() if block.name is not None and block.leases == 0}
         assert set(self.idle) == idle

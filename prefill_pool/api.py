@@ -1,7 +1,9 @@
 """What the prefill pool promises. Read this first; nothing here does work."""
 
+from dataclasses import field
+
 from engine.api import Sampled, Sampling
-from kvcache_pool.api import Grant, Place
+from kvcache_pool.api import Copy, Grant, Place
 from protocol.errors import RemoteError
 from protocol.ids import BlockHash, Ids, LeaseId, RequestId
 from protocol.message import Message
@@ -30,7 +32,8 @@ class Prefill(Message):
 
     `sources` cover the first `len(sources)` blocks: they are loaded, layer by layer, while computing. The
     rest is computed and stored in `targets`, which cover the remaining full blocks and the tail, in order;
-    full blocks are committed under `blocks` as soon as all their layers are stored.
+    full blocks are committed under `blocks` as soon as all their layers are stored. What is loaded is written
+    to `copies` besides: best effort, no request fails by it.
     """
 
     request: RequestId
@@ -47,10 +50,12 @@ class Prefill(Message):
     places: list[Place]
     samplings: list[Sampling]
     """One for each choice; they differ by their seeds."""
+    copies: list[Copy] = field(default_factory=list)
+    """As the lease has them."""
 
 
 class Prefilled(Message):
-    """The KV is stored and committed; here are the first tokens, one for each choice."""
+    """The KV is stored and committed, copies too where they could be; the first tokens, one for each choice."""
 
     first: list[Sampled]
     reused_tokens: int
@@ -60,3 +65,5 @@ class Prefilled(Message):
     """From the first pass to the last, loading included."""
     store_wait_s: float
     """How long storing went on after the last layer had been computed: what of it was visible."""
+    load_s: float = 0.0
+    """From the first read of the prefix to the arrival of its last layer; 0 when nothing was loaded."""

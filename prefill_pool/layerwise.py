@@ -2,6 +2,7 @@
 
     layer        0     1     2     3
     load      ──█████─█████─█████─█████                    one task, ahead of the compute
+    copy             ─███───███───███───███                one task, beside it: what was loaded, to its copies
     compute          ─▓▓▓▓▓─▓▓▓▓▓─▓▓▓▓▓─▓▓▓▓▓              layer l waits until *its* prefix has landed
     store                  ─█████─█████─█████─█████        one task, behind the compute
 
@@ -10,6 +11,7 @@ blocks are committed as soon as all layers of their chunk are stored.
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +20,8 @@ from kvcache_pool.api import Corrupt, DirectoryLink, LeaseLost, Mover, PoolFull,
 from prefill_pool.api import Prefill, PrefixLost, StoreLost
 from prefill_pool.schedule import Chunk, Prompt
 from protocol.errors import DangoError, DeadlineExceeded, PeerLost
+
+log = logging.getLogger("dango.prefill")
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Store:
 
 
 class Job:
-    """One prompt's loads, passes and stores. Owned by its request's handler; `compute` is driven by the
+    """One prompt's loads, copies, passes and stores. Owned by its request's handler; `compute` is driven by the
     instance's one stepping loop."""
 
     def __init__(
@@ -42,6 +46,8 @@ class Job:
         self.computed = asyncio.Event()
         """The last chunk has been computed, or computing ended early."""
         self.computed_at = 0.0
+        self.load_s = 0.0
+        """From the first read of the prefix to its last layer's arrival."""
         self.error: Exception | None = None
         """Why computing ended early."""
         self.idle = asyncio.Event()
@@ -60,6 +66,8 @@ class Job:
         """Load the prefix, layer by layer. Raises PrefixLost; its bad block is then forgotten by the pool."""
         sources = self._message.sources
         pages = self.prompt.pages[: len(sources)]
+        clock = asyncio.get_running_loop().time
+        began = clock()
         for layer, arrived in enumerate(self._arrived):
             if sources:
                 runs = self._engine.runs(layer)
@@ -67,6 +75,28 @@ class Job:
                 if good < len(sources):
                     await self._discard(good, layer)
             arrived.set()
+        if sources:
+            self.load_s = clock() - began
+
+    async def copy(self) -> None:
+        """Write what was loaded to its copies, layer by layer, and commit them; give up if that cannot be done.
+
+        Only what a read has verified is written. The priority is that of a store: the answer waits for it too.
+        """
+        copies = self._message.copies
+        if not copies:
+            return
+        grants = [copy.target for copy in copies]
+        pages = [self.prompt.pages[copy.source] for copy in copies]
+        first = len(self._message.targets)
+        try:
+            for layer, arrived in enumerate(self._arrived):
+                await arrived.wait()
+                await self._mover.write(layer, grants, self._engine.runs(layer), pages, Priority.STORE)
+            names = [self._message.blocks[copy.source] for copy in copies]
+            await self._directory.get().commit(self._message.lease, list(range(first, first + len(copies))), names)
+        except DangoError as error:
+            log.info("%d blocks were not copied: %s", len(copies), error, extra={"request": self._message.request})
 
     async def compute(self, chunk: Chunk) -> None:
         """Run one chunk through all layers; returns early, within one layer, after `stop`."""

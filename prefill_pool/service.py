@@ -102,9 +102,15 @@ class PrefillService:
         await job.started.wait()
         started = clock()
         self._work.set()
-        await together([job.load(), job.store(), job.until_computed()])
-        reused = job.prompt.reused
-        return Prefilled(job.first, reused, started - came, job.computed_at - started, clock() - job.computed_at)
+        await together([job.load(), job.copy(), job.store(), job.until_computed()])
+        return Prefilled(
+            job.first,
+            job.prompt.reused,
+            queue_s=started - came,
+            compute_s=job.computed_at - started,
+            store_wait_s=clock() - job.computed_at,
+            load_s=job.load_s,
+        )
 
     async def _compute(self, job: Job, chunk: Chunk) -> None:
         clock = asyncio.get_running_loop().time
@@ -151,3 +157,5 @@ class PrefillService:
             raise BadMessage("sources and targets do not cover the prompt, or its blocks are misnamed")
         if self._tokens_of(message.sources) >= tokens:
             raise BadMessage("at least one token must be left to compute: its logits are the answer")
+        if not {copy.source for copy in message.copies} <= set(range(len(message.sources))):
+            raise BadMessage("a copy is of a source")

@@ -61,6 +61,7 @@ PURE = {
     "protocol/ids.py",
     "protocol/message.py",
     "protocol/registry.py",
+    "simulator/hitrates.py",
 }
 IMPURE_MODULES = {
     *("asyncio", "time", "random", "secrets", "uuid", "logging", "threading", "socket", "select", "subprocess"),

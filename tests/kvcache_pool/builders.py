@@ -33,9 +33,9 @@ def a_place(segment: str = "kv", slots: int = 4, incarnation: str = "a", layout:
     return Place(SegmentId(segment), Incarnation(incarnation), "tcp://nowhere", HOST, "", slots, layout)
 
 
-def an_index(**slots: int) -> Index:
+def an_index(*, copies_share: float = 0.5, **slots: int) -> Index:
     """With these segments."""
-    index = Index()
+    index = Index(copies_share)
     for segment, count in (slots or {"kv": 4}).items():
         index.announce(a_place(segment, count), 0, 0.0)
     return index
@@ -48,10 +48,10 @@ def an_ask(
     near: str | None = None,
     lease_s: float = 30.0,
     reuse: int = 10**6,
+    copies: int = 0,
 ) -> Acquire:
-    return Acquire(
-        new_lease(), "request", blocks, reuse, unnamed, None if near is None else SegmentId(near), lease_s
-    )
+    home = None if near is None else SegmentId(near)
+    return Acquire(new_lease(), "request", blocks, reuse, unnamed, home, lease_s, copies)
 
 
 def cache(index: Index, *numbers: int, now: float = 0.0, near: str | None = None) -> Lease:
@@ -60,6 +60,16 @@ def cache(index: Index, *numbers: int, now: float = 0.0, near: str | None = None
     lease = index.acquire(an_ask(blocks, near=near), now)
     done = len(lease.sources)
     index.commit(lease.lease, list(range(len(lease.targets))), blocks[done:], now)
+    index.release(lease.lease)
+    return lease
+
+
+def copy(index: Index, *numbers: int, near: str, copies: int = 10**6, now: float = 0.0) -> Lease:
+    """As a request does that finds its blocks, and copies to `near` what it lacks. Returns the lease that was."""
+    blocks = names(*numbers)
+    lease = index.acquire(an_ask(blocks, near=near, copies=copies), now)
+    slots = range(len(lease.targets), len(lease.targets) + len(lease.copies))
+    index.commit(lease.lease, list(slots), [blocks[one.source] for one in lease.copies], now)
     index.release(lease.lease)
     return lease
 

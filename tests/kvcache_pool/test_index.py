@@ -9,7 +9,7 @@ from kvcache_pool.api import Grant, Lease, LeaseLost, PoolFull
 from kvcache_pool.index import SEGMENT_SILENT_S, Index
 from kvcache_pool.leases import QUARANTINE_S
 from protocol.ids import Incarnation, SegmentId
-from tests.kvcache_pool.builders import a_place, an_ask, an_index, cache, names
+from tests.kvcache_pool.builders import a_place, an_ask, an_index, cache, copy, names
 
 
 def test_a_touched_prefix_outlives_what_was_committed_after_it() -> None:
@@ -294,6 +294,120 @@ def test_silent_segments_are_dropped_and_may_come_back() -> None:
     index.check()
 
 
+def test_a_prefix_that_is_read_elsewhere_is_copied_near_and_found_there() -> None:
+    index = an_index(a=8, b=8)
+    source = cache(index, 1, 2, 3, near="a")
+    lease = index.acquire(an_ask(names(1, 2, 3, 4), unnamed=1, near="b", copies=3), 0.0)
+    assert lease.sources == source.targets
+    assert [(one.source, one.target.segment) for one in lease.copies] == [(0, "b"), (1, "b"), (2, "b")]
+    assert {place.segment for place in lease.places} == {"a", "b"}
+    assert (index.stats().reserved, index.stats().copies) == (5, 3)
+    index.commit(lease.lease, [0, 2, 3, 4], names(4, 1, 2, 3), 0.0)
+    index.release(lease.lease)
+    index.check()
+    assert index.find(names(1, 2, 3, 4)).held == {"a": 3, "b": 4}
+    assert [index.replicas(name) for name in names(1, 4, 7)] == [2, 1, 0]
+    assert (index.stats().cached, index.stats().copies, index.stats().free) == (7, 3, 9)
+    again = index.acquire(an_ask(names(1, 2, 3, 4), near="b", copies=3), 0.0)
+    assert {grant.segment for grant in again.sources} == {"b"}
+    assert again.copies == []
+
+
+def test_only_what_is_lacking_is_copied_and_as_much_as_was_asked_for() -> None:
+    index = an_index(a=8, b=8)
+    cache(index, 1, 2, 3, 4, near="a")
+    copy(index, 1, near="b")
+    for copies, sources in ((2, [1, 2]), (9, [1, 2, 3]), (0, [])):
+        lease = index.acquire(an_ask(names(1, 2, 3, 4), near="b", copies=copies), 0.0)
+        assert [one.source for one in lease.copies] == sources
+        index.release(lease.lease)
+    nowhere = index.acquire(an_ask(names(1, 2, 3, 4), near="gone", copies=9), 0.0)
+    assert index.acquire(an_ask(names(1, 2, 3, 4), copies=9), 0.0).copies == nowhere.copies == []
+    index.check()
+
+
+def test_copies_stop_at_the_budget_and_go_on_when_the_original_is_gone() -> None:
+    index = an_index(a=8, b=8, copies_share=0.25)
+    first = cache(index, 1, 2, 3, near="a")
+    assert len(copy(index, 1, 2, 3, near="b").copies) == 2
+    assert len(copy(index, 1, 2, 3, near="b").copies) == 0
+    index.discard(first.targets[:1])
+    assert (index.replicas(names(1)[0]), index.stats().copies) == (1, 1)
+    assert [one.source for one in copy(index, 1, 2, 3, near="b").copies] == [2]
+    index.check()
+    assert index.leave(SegmentId("a"), Incarnation("a"))
+    assert (index.stats().copies, index.find(names(1, 2, 3)).held) == (0, {"b": 3})
+    index.check()
+
+
+def test_copies_evict_what_is_idle_and_nothing_else_and_are_never_a_reason_to_refuse() -> None:
+    index = an_index(a=4, b=4, copies_share=1.0)
+    cache(index, 1, 2, 3, near="a")
+    cache(index, 7, near="b")
+    held = index.acquire(an_ask([], unnamed=2, near="b"), 0.0)
+    lease = index.acquire(an_ask(names(1, 2, 3), near="b", copies=3), 0.0)
+    assert [one.source for one in lease.copies] == [0, 1]
+    assert (index.find(names(7)).reach, index.stats().evicted) == (0, 1)
+    full = index.acquire(an_ask(names(1, 2, 3), near="b", copies=3), 0.0)
+    assert (len(full.sources), full.copies) == (3, [])
+    index.check()
+    for ended in (held, lease, full):
+        index.release(ended.lease)
+    index.check()
+    assert (index.stats().copies, index.stats().free) == (0, 5)
+
+
+def test_of_two_copies_of_one_block_to_one_segment_the_first_commit_gets_the_name() -> None:
+    index = an_index(a=4, b=4)
+    cache(index, 1, near="a")
+    one, two = (index.acquire(an_ask(names(1), near="b", copies=1), 0.0) for _ in range(2))
+    assert index.stats().copies == 2
+    index.commit(two.lease, [0], names(1), 0.0)
+    index.commit(one.lease, [0], names(1), 0.0)
+    index.check()
+    for lease in (one, two):
+        index.release(lease.lease)
+    assert index.acquire(an_ask(names(1), near="b"), 0.0).sources == [two.copies[0].target]
+    assert (index.stats().copies, index.stats().free) == (1, 6)
+    index.check()
+
+
+def test_a_copy_that_outlived_its_original_before_it_was_committed_is_none() -> None:
+    index = an_index(a=4, b=4)
+    cache(index, 1, near="a")
+    lease = index.acquire(an_ask(names(1), near="b", copies=1), 0.0)
+    index.discard(lease.sources)
+    index.commit(lease.lease, [0], names(1), 0.0)
+    assert (index.replicas(names(1)[0]), index.stats().copies) == (1, 0)
+    index.check()
+
+
+def test_an_expired_lease_keeps_its_uncommitted_copies_until_their_writer_is_done() -> None:
+    index = an_index(a=4, b=4)
+    cache(index, 1, 2, near="a")
+    lease = index.acquire(an_ask(names(1, 2), near="b", copies=2, lease_s=1.0), 0.0)
+    index.commit(lease.lease, [0], names(1), 0.0)
+    index.expire(1.0)
+    index.check()
+    assert (index.stats().reserved, index.stats().copies) == (1, 2)
+    index.expire(1.0 + QUARANTINE_S)
+    assert (index.stats().reserved, index.stats().copies) == (0, 1)
+    index.check()
+
+
+def test_a_prefix_is_evicted_from_its_end_also_where_parts_of_it_are_copies() -> None:
+    index = an_index(a=8, b=4, copies_share=1.0)
+    cache(index, 1, 2, 3, near="a")
+    copy(index, 1, 2, 3, near="b", copies=2)
+    lease = index.acquire(an_ask(names(1, 2, 3, 4), near="b", copies=9), 0.0)
+    index.commit(lease.lease, [0, 1], names(4, 3), 0.0)
+    index.release(lease.lease)
+    for left in (3, 2, 1):
+        index.release(index.acquire(an_ask([], unnamed=4 - left, near="b"), 0.0).lease)
+        assert index.find(names(1, 2, 3, 4)).held["b"] == left
+    index.check()
+
+
 class History(RuleBasedStateMachine):
     """Any order of any calls, on a small pool, with a model of what must be protected."""
 
@@ -316,30 +430,45 @@ class History(RuleBasedStateMachine):
         unnamed=st.integers(0, 3),
         near=st.sampled_from([None, "a", "b"]),
         lease_s=st.sampled_from([1.0, 10.0, 50.0]),
+        copies=st.integers(0, 5),
     )
-    def acquire(self, chain: list[int], reuse: int, unnamed: int, near: str | None, lease_s: float) -> None:
-        found, before = self.index.find(names(*chain)), self.index.stats()
-        ask = an_ask(names(*chain), reuse=reuse, unnamed=unnamed, near=near, lease_s=lease_s)
+    def acquire(
+        self, chain: list[int], reuse: int, unnamed: int, near: str | None, lease_s: float, copies: int
+    ) -> None:
         self.index.expire(self.now)
-        before = self.index.stats()
+        found, before = self.index.find(names(*chain)), self.index.stats()
+        ask = an_ask(names(*chain), reuse=reuse, unnamed=unnamed, near=near, lease_s=lease_s, copies=copies)
+        reused = min(found.reach, reuse)
+        # What is needed besides copies, and what could be had for it if the whole prefix were idle, or all leased.
+        count, room = len(chain) - reused + unnamed, before.free + before.cached - before.leased
         try:
             lease = self.index.acquire(ask, self.now)
         except PoolFull:
             assert self.index.stats() == before
+            assert count > room - reused
             return
-        assert len(lease.sources) == min(found.reach, reuse)
-        assert len(lease.sources) + len(lease.targets) == len(chain) + unnamed
-        granted = {(grant.segment, grant.slot, grant.generation) for grant in lease.targets}
+        assert count <= room
+        assert len(lease.sources) == reused
+        assert len(lease.targets) == count
+        self.copied(lease, near, copies)
+        granted = {(grant.segment, grant.slot, grant.generation) for grant in granted_of(lease)}
         for other in self.living():
-            taken = {(g.segment, g.slot, g.generation) for g in [*other.sources, *other.targets]}
+            taken = {(g.segment, g.slot, g.generation) for g in [*other.sources, *granted_of(other)]}
             assert granted.isdisjoint(taken)
         self.leases.append((lease, self.now + lease_s))
+
+    def copied(self, lease: Lease, near: str | None, copies: int) -> None:
+        """Copies are near, of what is not there, and the first of those."""
+        elsewhere = [source for source, grant in enumerate(lease.sources) if grant.segment != near]
+        assert [copy.source for copy in lease.copies] == elsewhere[: len(lease.copies)]
+        assert len(lease.copies) <= copies
+        assert all(copy.target.segment == near for copy in lease.copies)
 
     @rule(data=st.data(), chain=chains)
     def commit(self, data: st.DataObject, chain: list[int]) -> None:
         if self.leases:
             lease, end = data.draw(st.sampled_from(self.leases))
-            count = min(len(chain), len(lease.targets))
+            count = min(len(chain), len(granted_of(lease)))
             blocks = names(*chain[:count])
             if end > self.now:
                 self.index.commit(lease.lease, list(range(count)), blocks, self.now)
@@ -358,7 +487,7 @@ class History(RuleBasedStateMachine):
     def discard(self, data: st.DataObject) -> None:
         if self.leases:
             lease, _ = data.draw(st.sampled_from(self.leases))
-            self.index.discard([*lease.sources, *lease.targets][:2])
+            self.index.discard([*lease.sources, *granted_of(lease)][:2])
 
     @rule()
     def clear(self) -> None:
@@ -385,6 +514,7 @@ class History(RuleBasedStateMachine):
             self.index.check()
             stats = self.index.stats()
             assert stats.free + stats.cached + stats.reserved == stats.total
+            assert stats.copies <= 2 + 1  # half of a's four slots, and of the three of b
 
     def teardown(self) -> None:
         if hasattr(self, "index"):
@@ -395,6 +525,11 @@ class History(RuleBasedStateMachine):
             self.index.clear()
             self.index.check()
             assert self.index.stats().free == self.index.stats().total
+
+
+def granted_of(lease: Lease) -> list[Grant]:
+    """What a commit's slots count."""
+    return [*lease.targets, *(copy.target for copy in lease.copies)]
 
 
 TestHistory = History.TestCase

@@ -83,6 +83,7 @@ async def test_nonsense_is_refused_and_changes_nothing(pool: Pool) -> None:
             *(replace(an_ask([], unnamed=1), lease_s=lease_s) for lease_s in (0.0, -1.0, 1e9, float("nan"))),
             replace(an_ask(names(1)), reuse=-1),
             an_ask([], unnamed=-1),
+            an_ask(names(1), copies=-1),
             Renew(lease.lease, float("inf")),
             Announce(a_place(slots=0)),
             ReadLayer(3, [0], [1]),

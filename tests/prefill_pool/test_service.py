@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from engine.api import Sampling
-from kvcache_pool.api import Corrupt, Directory, DirectoryLink, Grant, Stale
+from kvcache_pool.api import Copy, Corrupt, Directory, DirectoryLink, Grant, LeaseLost, Stale
 from prefill_pool.api import Prefill, PrefillBusy, PrefixLost, StoreLost
 from prefill_pool.config import PrefillConfig
 from prefill_pool.service import PrefillService
@@ -27,10 +27,13 @@ class NoDirectory(Directory):
 
     def __init__(self) -> None:
         self.committed: list[BlockHash] = []
+        self.slots: list[int] = []
+        """What was committed, as the lease counts it."""
         self.discarded: list[Grant] = []
 
     async def commit(self, lease: LeaseId, slots: list[int], blocks: list[BlockHash]) -> None:
         assert len(slots) == len(blocks)
+        self.slots += slots
         self.committed += blocks
 
     async def discard(self, grants: list[Grant]) -> None:
@@ -131,6 +134,87 @@ async def test_a_layer_waits_for_its_own_prefix_however_late_it_lands():
         assert await bench.prefill(a_prefill(PROMPT, reuse=4)) == foretell(PROMPT, 1)
 
 
+HOME = SegmentId("home")
+COPIES = [Copy(source, Grant(HOME, 9 - source, 1)) for source in (1, 2, 4)]
+"""Of the second, third and fifth block of PROMPT."""
+
+
+async def test_what_is_loaded_is_copied_and_committed_under_its_names():
+    async with a_bench() as bench:
+        await bench.prefill(a_prefill(PROMPT))
+        names, bench.directory.slots = bench.directory.committed[:], []
+        assert await bench.prefill(replace(a_prefill(PROMPT, reuse=5), copies=COPIES)) == foretell(PROMPT, 1)
+        for copy in COPIES:
+            for layer in range(LAYOUT.layers):
+                original = bench.mover.runs[SEGMENT, copy.source, 1, layer]
+                assert bench.mover.runs[HOME, copy.target.slot, 1, layer] == original
+        assert bench.directory.slots == [1, 2, 3]  # after the one target, the tail
+        assert bench.directory.committed[5:] == [names[copy.source] for copy in COPIES]
+
+
+@pytest.mark.parametrize("error", [Stale("reused"), Corrupt("changed on its way"), PeerLost("gone")])
+async def test_a_copy_that_cannot_be_written_is_not_committed_and_fails_nobody(error: Exception):
+    async with a_bench() as bench:
+        await bench.prefill(a_prefill(PROMPT))
+        bench.mover.refused[HOME, 7] = error
+        assert await bench.prefill(replace(a_prefill(PROMPT, reuse=5), copies=COPIES)) == foretell(PROMPT, 1)
+        assert len(bench.directory.committed) == 5
+
+
+async def test_a_copy_that_cannot_be_committed_fails_nobody():
+    class Expired(NoDirectory):
+        async def commit(self, lease: LeaseId, slots: list[int], blocks: list[BlockHash]) -> None:
+            if len(slots) == len(COPIES):
+                raise LeaseLost("the lease has ended")
+
+    async with a_bench() as bench:
+        await bench.prefill(a_prefill(PROMPT))
+        bench.service._directory = FixedLink(Expired())
+        assert await bench.prefill(replace(a_prefill(PROMPT, reuse=5), copies=COPIES)) == foretell(PROMPT, 1)
+
+
+async def test_nothing_is_copied_of_a_layer_that_was_not_loaded_whole():
+    async with a_bench() as bench:
+        await bench.prefill(a_prefill(PROMPT))
+        del bench.mover.runs[SEGMENT, 4, 1, 1]
+        with pytest.raises(PrefixLost, match="block 4"):
+            await bench.prefill(replace(a_prefill(PROMPT, reuse=5), copies=COPIES))
+        assert {layer for segment, _, _, layer in bench.mover.runs if segment == HOME} <= {0}
+        assert len(bench.directory.committed) == 5
+
+
+async def test_computing_does_not_wait_for_copies():
+    class SlowHome(MemoryMover):
+        async def write(self, layer, grants, source, pages, priority):  # type: ignore[no-untyped-def]
+            if grants[0].segment == HOME:
+                await computed.wait()
+            await super().write(layer, grants, source, pages, priority)
+
+    class Telling(FakeEngine):
+        def drawn(self, row):  # type: ignore[no-untyped-def]
+            if self.passes > 3:
+                computed.set()
+            return super().drawn(row)
+
+    computed = asyncio.Event()
+    async with a_bench(Telling(), mover=SlowHome()) as bench:
+        await bench.prefill(a_prefill(PROMPT))
+        assert bench.engine.passes == 3
+        assert await bench.prefill(replace(a_prefill(PROMPT, reuse=5), copies=COPIES)) == foretell(PROMPT, 1)
+        assert len(bench.directory.committed) == 8
+
+
+async def test_the_time_of_a_load_is_told_and_is_nothing_where_nothing_was_loaded():
+    class Slow(MemoryMover):
+        async def read(self, layer, grants, out, pages, priority):  # type: ignore[no-untyped-def]
+            await asyncio.sleep(0.01)
+            return await super().read(layer, grants, out, pages, priority)
+
+    async with a_bench(mover=Slow()) as bench:
+        assert (await bench.service.prefill(a_prefill(PROMPT), an_ask())).load_s == 0.0
+        assert (await bench.service.prefill(a_prefill(PROMPT, reuse=5), an_ask())).load_s >= 0.01 * LAYOUT.layers
+
+
 async def test_a_block_that_cannot_be_loaded_is_discarded_and_the_request_sent_back():
     async with a_bench() as bench:
         await bench.prefill(a_prefill(PROMPT))
@@ -185,6 +269,8 @@ async def test_messages_that_do_not_fit_together_are_refused():
         replace(good, blocks=good.blocks[1:]),
         replace(good, prompt_tokens=len(PROMPT) + 1),
         a_prefill(PROMPT[:20], reuse=5),
+        replace(a_prefill(PROMPT, reuse=4), copies=COPIES),
+        replace(good, copies=[Copy(-1, Grant(HOME, 0, 1))]),
     ]
     async with a_bench() as bench:
         for message in bad:
