@@ -17,6 +17,7 @@ examples:
   dango chat                       talk with it, in another terminal
   dango serve --decode 2           two decode instances
   dango prefill --help             one instance by itself: its flags and settings
+  dango sim hit-rates              what a cache of some size could reuse of two public traces
 """
 
 MODULES = {
@@ -24,6 +25,7 @@ MODULES = {
     "prefill": "prefill_pool",
     "kvcache": "kvcache_pool",
     "decode": "decode_pool",
+    "sim": "simulator",
 }
 """Verbs that become a process of their own: each has its own flags and `--help`."""
 
@@ -34,6 +36,7 @@ VERBS = {
     "prefill": "start one prefill instance",
     "kvcache": "start one KVCache instance: memory, and perhaps the directory",
     "decode": "start one decode instance",
+    "sim": "run the services on virtual time: traces, overload, policies compared",
 }
 
 

@@ -1,7 +1,7 @@
 """What became of each request, and what that comes to. Times in seconds from the start of the run.
 
-TBT of a request is the mean of its longest tenth of token gaps, as the FAST 2025 paper of Mooncake judges it; TPOT is
-the mean of all its gaps. The first gap counts: it holds the wait for memory in decode.
+TBT of a request is the mean of its longest tenth of token gaps, as the FAST 2025 paper of Mooncake judges it; TPOT
+is the mean of all its gaps. The first gap counts: it holds the wait for memory in decode.
 """
 
 import math
@@ -268,7 +268,7 @@ class Series:
 def swing(load: Sequence[float], every_s: float = 1.0) -> float:
     """How much a load swings: its standard deviation after taking away its moving mean over MEAN_S.
 
-    The mean is centred, and over what there is of its window at both ends: a slow change of traffic is not a swing.
+    The mean is centred, over what there is of its window at both ends: a slow change of traffic is no swing.
     """
     if not load:
         return 0.0

@@ -1,18 +1,25 @@
 """All that a simulated run depends on, as one value: equal setups give equal runs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from math import inf
 from random import Random
+from typing import Any, get_args, get_type_hints
 
 from conductor.ask import Limits
+from conductor.config import ConductorConfig
+from conductor.place import PLACEMENTS
 from simulator import workload
 from simulator.cost import CostModel, cost_model
 from simulator.synthetic import Phase, synthesize
 from simulator.workload import Arrival
 
-PLACEMENTS = ("global_cache_aware", "local_cache_aware", "load_balance", "random")
-ADMISSIONS = ("none", "at_decode", "early", "predictive", "survival")
-"""The Conductor's names for its rules; the default of each is the shipped one."""
+ADMISSIONS: tuple[str, ...] = get_args(get_type_hints(ConductorConfig)["admission"])
+"""The Conductor's names for its rules of admission."""
+
+
+class BadSetup(ValueError):
+    """A setup that cannot be run; the text names the field."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class Setup:
     """At most so many requests; None for all."""
     since_s: float = 0.0
     """Only requests from this moment of the trace, before it is sped up."""
-    until_s: float = float("inf")
+    until_s: float = inf
     """Only requests before this moment of the trace, before it is sped up."""
     thinned: float = 1.0
     """Each request stays with this probability: less traffic without a change of its bursts."""
@@ -58,11 +65,11 @@ class Setup:
     """KVCache of each prefill instance, in tokens, as in the FAST 2025 paper; 0: room for the whole workload."""
 
     placement: str = "global_cache_aware"
-    """One of PLACEMENTS."""
-    balancing_threshold: float | None = None
-    """A prefix elsewhere is fetched when it is so many times as long as the own; None: the Conductor's own."""
+    """Which rule places requests, by its name in the Conductor."""
+    balancing_threshold: float = 0.0
+    """A prefix elsewhere is fetched when it is so many times as long as the own; 0: the Conductor derives it."""
     admission: str = "survival"
-    """One of ADMISSIONS."""
+    """Which rule refuses requests, by its name in the Conductor."""
     reserve: bool = True
     """Count what is admitted but still in prefill."""
     hold: bool = True
@@ -94,9 +101,9 @@ class Setup:
 
     def __post_init__(self) -> None:
         if self.placement not in PLACEMENTS:
-            raise ValueError(f"no placement {self.placement!r}: there are {', '.join(PLACEMENTS)}")
+            raise BadSetup(f"no placement {self.placement!r}: there are {', '.join(PLACEMENTS)}")
         if self.admission not in ADMISSIONS:
-            raise ValueError(f"no admission {self.admission!r}: there are {', '.join(ADMISSIONS)}")
+            raise BadSetup(f"no admission {self.admission!r}: there are {', '.join(ADMISSIONS)}")
         above = (
             "speed",
             "outputs_times",
@@ -122,17 +129,19 @@ class Setup:
             "share_of_batch",
         )
         if self.thinned > 1 or self.share_of_batch > 1:
-            raise ValueError("thinned and share_of_batch are at most 1")
+            raise BadSetup("thinned and share_of_batch are at most 1")
         if min(self.limit or 1, self.output_limit or 1) < 1 or 0 in (self.limit, self.output_limit):
-            raise ValueError("limit and output_limit are at least 1")
+            raise BadSetup("limit and output_limit are at least 1")
 
     def _require(self, floor: float, floor_included: bool, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
             if value < floor or (value == floor and not floor_included):
-                raise ValueError(
-                    f"{name} must be {'at least' if floor_included else 'above'} {floor}, not {value}"
-                )
+                raise BadSetup(f"{name} must be {'at least' if floor_included else 'above'} {floor}, not {value}")
+
+    def body(self) -> dict[str, Any]:
+        """JSON-ready: what has no bound is None."""
+        return {name: None if value == inf else value for name, value in asdict(self).items()}
 
     @property
     def limits(self) -> Limits:

@@ -62,6 +62,8 @@ PURE = {
     "protocol/message.py",
     "protocol/registry.py",
     "simulator/hitrates.py",
+    "simulator/record.py",
+    "simulator/table.py",
 }
 IMPURE_MODULES = {
     *("asyncio", "time", "random", "secrets", "uuid", "logging", "threading", "socket", "select", "subprocess"),
@@ -197,7 +199,7 @@ def test_only_the_command_line_prints() -> None:
     faults = [
         f"{name}:{node.lineno}"
         for name, tree in TREES.items()
-        if name.split("/")[0] not in ("deploy", "bench")
+        if name.split("/")[0] not in ("deploy", "bench") and name != "simulator/__main__.py"
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
