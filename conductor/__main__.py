@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
+from conductor.admission import Admission
 from conductor.config import ConductorConfig
 from conductor.dispatch import Dispatcher
 from conductor.gateway import Gateway
@@ -30,21 +31,16 @@ async def serve(config: ConductorConfig) -> None:
     model = open_model(config)
     transport, metrics = ZmqTransport(), Metrics(model.manifest.model)
     view, peers, directory = View(model.manifest), Peers(transport), DirectoryLink(transport)
-    registry = Registry(view, peers, directory, metrics)
+    admission = Admission(view, metrics, config, random.Random())
+    registry = Registry(view, peers, directory, metrics, admission.estimates)
     dispatcher = Dispatcher(
-        view,
-        peers,
-        directory,
-        registry,
-        metrics,
-        in_flight_max=config.in_flight_max,
-        balancing_threshold=config.balancing_threshold,
+        view, peers, directory, registry, metrics, admission, in_flight_max=config.in_flight_max
     )
     gateway = Gateway(dispatcher, model.tokenizer, model.manifest, metrics, config, random.SystemRandom())
     runner = gateway.runner()
     control = Server(transport.bind(config.listen), registry.handlers())
     expiry = registry.expire_forever(lambda: control.bad_frames)
-    loops = asyncio.create_task(together([control.serve(), expiry]))
+    loops = asyncio.create_task(together([control.serve(), expiry, admission.run()]))
     try:
         await _start_http(runner, config)
         await asyncio.wait([loops])  # for ever, unless they fail

@@ -189,6 +189,9 @@ class Part:
         self._first = first
         self._prompt_tokens = prompt_tokens
 
+    def admitted(self) -> None:
+        """See Reply. The client is told nothing yet."""
+
     def prefilled(self, reused_tokens: int) -> None:
         """See Reply."""
         self._answer.prefilled(self._prompt_tokens, reused_tokens)

@@ -49,6 +49,10 @@ class Ask:
 class Reply(Protocol):
     """Where the answer goes. Called from one coroutine for each choice."""
 
+    def admitted(self) -> None:
+        """The request is let in: its prefill begins, or stands in an instance's queue. Called once."""
+        ...
+
     def prefilled(self, reused_tokens: int) -> None:
         """The prompt's KV is there; so many of its tokens were not computed anew. Called once."""
         ...

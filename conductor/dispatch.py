@@ -1,25 +1,25 @@
 """The life of a request: one coroutine, read top to bottom.
 
-hashes ─> lookup ─> place ─> lease ─> prefill ─> first token ─> decode ... ─> release
-                      │                  └── what dies on the way is placed again, once,
-                   refusal                   with the tokens so far ──────────> end
+hashes ─> lookup ─> place, judge ─> lease ─> prefill ─> first token ─> decode ... ─> release
+                     │        │                  └── what dies on the way is placed again, once,
+                  refusal    hold                    with the tokens so far ──────────> end
 """
 
 import asyncio
 import contextlib
 import logging
-import random
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
 
+from conductor.admission import Admission
+from conductor.admitted import Admitted, Wanted
 from conductor.ask import Ask, Failed, Readiness, Refusal, Refused, Reply
-from conductor.estimate import Estimates
 from conductor.lease import HeldLease, Room
 from conductor.metrics import Metrics
 from conductor.peers import Peers
-from conductor.place import Placement, Prompt, Scene, place
+from conductor.place import Placement, Prompt
 from conductor.registry import Registry
-from conductor.view import Instance, Prefilling, Stream, View
+from conductor.view import Instance, View
 from decode_pool.api import Decode, DecodeBusy, Ended, Joined, Tokens
 from engine.api import Sampled, Sampling
 from engine.ending import end_of
@@ -68,6 +68,11 @@ class Job:
     reused_tokens: int = 0
 
     @property
+    def arrived_at(self) -> float:
+        """When its client asked."""
+        return self.ends_at - self.ask.within_s
+
+    @property
     def left_s(self) -> float:
         """Seconds left of the deadline."""
         return max(self.ends_at - asyncio.get_running_loop().time(), 0.0)
@@ -75,9 +80,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Placed:
-    """A placement with its lease, and the request's tokens and block names under it."""
+    """An admitted request with its lease, and the request's tokens and block names under it."""
 
-    plan: Placement
+    admitted: Admitted
     held: HeldLease
     lease: Lease
     tokens: Ids
@@ -94,19 +99,17 @@ class Dispatcher:
         directory: DirectoryLink,
         registry: Registry,
         metrics: Metrics,
+        admission: Admission,
         *,
         in_flight_max: int,
-        balancing_threshold: float,
     ) -> None:
         self._view = view
         self._peers = peers
         self._directory = directory
         self._registry = registry
         self._metrics = metrics
+        self._admission = admission
         self._in_flight_max = in_flight_max
-        self._threshold = balancing_threshold
-        self._estimates = Estimates()
-        self._dice = random.Random(0).randrange
         self._room = Room()
         self._in_flight = 0
         self._draining = False
@@ -172,41 +175,52 @@ class Dispatcher:
         ask, tokens = job.ask, job.ask.prompt + choices[0].output
         root = self._view.manifest.root(ask.tenant, ask.salt)
         blocks = block_hashes(root, tokens)
-        plan = await self._plan(tokens, blocks)
-        held = HeldLease(self._directory, self._room, self._acquire(job, plan, tokens, blocks))
-        with self._entered(plan, job, choices, len(tokens)):
+        wanted = self._wanted(job, choices, len(tokens))
+        with await self._admission.admit(
+            wanted, lambda: self._lookup(blocks[: wanted.prompt.reusable])
+        ) as admitted:
+            if not wanted.promised:
+                job.reply.admitted()
+            self._metrics.placed()
+            held = HeldLease(self._directory, self._room, self._acquire(job, admitted.plan, tokens, blocks))
             async with held as lease:
-                placed = Placed(plan, held, lease, tokens, blocks)
+                placed = Placed(admitted, held, lease, tokens, blocks)
                 prefilled = await self._prefill(job, choices, placed)
-                if not any(choice.output for choice in choices):
+                if not wanted.promised:
                     job.reused_tokens = prefilled.reused_tokens
                     job.reply.prefilled(prefilled.reused_tokens)
                 joining = _Countdown(len(choices), held)
                 firsts = zip(choices, prefilled.first, strict=True)
                 await together(self._follow(job, c, first, placed, joining) for c, first in firsts)
 
-    async def _plan(self, tokens: Ids, blocks: list[BlockHash]) -> Placement:
-        """Where to go. Raises Refused."""
-        step = self._view.manifest.layout.block_tokens
-        prompt = Prompt(len(tokens), (len(tokens) - 1) // step)
-        found = Found(0, {})
-        if not self._view.missing():
-            found = await self._directory.get().lookup(blocks[: prompt.reusable])
-        scene = Scene(self._view, self._estimates, _now(), self._dice, self._threshold)
-        plan = place(scene, prompt, found, "global_cache_aware")
-        if isinstance(plan, Refusal):
-            raise Refused(plan)
-        return plan
+    def _wanted(self, job: Job, choices: list[Choice], tokens: int) -> Wanted:
+        reusable = (tokens - 1) // self._view.manifest.layout.block_tokens
+        return Wanted(
+            request=job.request,
+            prompt=Prompt(tokens, reusable),
+            choices=[choice.index for choice in choices],
+            priority=job.ask.priority,
+            limits=job.ask.limits,
+            arrived_at=job.arrived_at,
+            ends_at=job.ends_at,
+            promised=any(choice.output for choice in choices),
+        )
+
+    async def _lookup(self, blocks: list[BlockHash]) -> Found:
+        """How much of the prompt is cached, and where; nothing, while there is nobody to compute the rest."""
+        if self._view.missing():
+            return Found(0, {})
+        return await self._directory.get().lookup(blocks)
 
     def _acquire(self, job: Job, plan: Placement, tokens: Ids, blocks: list[BlockHash]) -> Acquire:
         """What to lease. Raises PoolFull when that is more than the whole pool has."""
         tail = 1 if len(tokens) % self._view.manifest.layout.block_tokens else 0
         if len(blocks) + tail > self._view.blocks_total:
             raise PoolFull(f"{len(blocks) + tail} blocks wanted, the pool has {self._view.blocks_total}")
-        return Acquire(new_lease(), job.request, blocks, plan.reuse, tail, plan.near)
+        return Acquire(new_lease(), job.request, blocks, plan.reuse, tail, plan.near, copies=plan.reuse)
 
     async def _prefill(self, job: Job, choices: list[Choice], placed: Placed) -> Prefilled:
-        lease, instance = placed.lease, placed.plan.prefill
+        lease, plan = placed.lease, placed.admitted.plan
         message = Prefill(
             request=job.request,
             tokens=placed.tokens,
@@ -218,10 +232,13 @@ class Dispatcher:
             targets=lease.targets,
             places=lease.places,
             samplings=[choice.sampling for choice in choices],
+            copies=lease.copies,
         )
-        async with self._watched(instance):
-            prefilled = await self._peers.of(instance).call(message, Prefilled, within_s=job.left_s)
-        self._view.release(instance, (job.request, choices[0].index), _now())
+        async with self._watched(plan.prefill):
+            prefilled = await self._peers.of(plan.prefill).call(message, Prefilled, within_s=job.left_s)
+        placed.admitted.prefilled()
+        if plan.source is not None and prefilled.load_s:
+            self._admission.estimates.learn_transfer(plan.source, plan.fetched_bytes, prefilled.load_s, _now())
         self._metrics.observe_queue(prefilled.queue_s)
         self._metrics.observe_prefill(prefilled.compute_s)
         self._metrics.observe_store_wait(prefilled.store_wait_s)
@@ -232,18 +249,26 @@ class Dispatcher:
     ) -> None:
         """One choice from its first token to its end."""
         said = Tokens([first.token], [] if choice.sampling.logprobs is None else [first], 0.0)
+        over = end_of(choice.sampling, choice.output + Ids("I", said.tokens)) is not None
+        admitted = placed.admitted
+        if not over:
+            instance = await self._admission.hand_over(admitted, choice.index)
+        if not choice.output and not admitted.wanted.promised:
+            self._metrics.predicted_ttft((_now() - admitted.began_at) / admitted.plan.ttft_s)
         if await self._emit(job, choice, said) or await self._end_if_over(job, choice):
+            self._admission.ended(admitted, choice.index, len(choice.output))
             return joining.one()
-        began = asyncio.get_running_loop().time()
-        message, instance = self._decode(job, choice, placed), placed.plan.decode
+        began = _now()
+        message = self._decode(job, choice, placed)
         async with (
             self._watched(instance),
             self._peers.of(instance).stream(message, within_s=job.left_s) as stream,
         ):
             async for answer in stream:
-                if await self._advance(job, choice, answer.message, joining):
+                if await self._advance(job, choice, answer.message, admitted, joining):
                     break
-        self._metrics.observe_decode(asyncio.get_running_loop().time() - began)
+        self._admission.ended(admitted, choice.index, len(choice.output))
+        self._metrics.observe_decode(_now() - began)
 
     def _decode(self, job: Job, choice: Choice, placed: Placed) -> Decode:
         sources: list[Grant] = placed.lease.sources + placed.lease.targets
@@ -260,14 +285,18 @@ class Dispatcher:
             sampling=choice.sampling,
         )
 
-    async def _advance(self, job: Job, choice: Choice, item: Message, joining: "_Countdown") -> bool:
+    async def _advance(
+        self, job: Job, choice: Choice, item: Message, admitted: Admitted, joining: "_Countdown"
+    ) -> bool:
         """Take in one item of a decode stream. True: nothing more is wanted of it."""
         match item:
             case Joined():
                 self._metrics.observe_transfer(item.queue_s + item.load_s)
+                admitted.joined(choice.index)
                 joining.one()
                 return False
             case Tokens():
+                admitted.said(choice.index, len(item.tokens))
                 return await self._emit(job, choice, item)
             case Ended():
                 choice.ended = True
@@ -345,23 +374,6 @@ class Dispatcher:
             self._in_flight -= 1
             if not self._in_flight:
                 self._idle.set()
-
-    @contextlib.contextmanager
-    def _entered(self, plan: Placement, job: Job, choices: list[Choice], tokens: int) -> Iterator[None]:
-        """The ledger's entries, made in the same breath as the placement: the next one must see them."""
-        reused = plan.reuse * self._view.manifest.layout.block_tokens
-        keys = [(job.request, choice.index) for choice in choices]
-        now = _now()
-        self._view.enter(plan.prefill, keys[0], Prefilling(tokens - reused, reused, plan.ttft_s, now))
-        for key in keys:
-            self._view.enter(plan.decode, key, Stream(tokens, now + plan.ttft_s))
-        self._metrics.placed()
-        try:
-            yield
-        finally:
-            self._view.release(plan.prefill, keys[0], _now())
-            for key in keys:
-                self._view.release(plan.decode, key, _now())
 
 
 class _Countdown:

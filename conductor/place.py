@@ -77,7 +77,6 @@ class Placement:
     """Where a request goes."""
 
     prefill: Instance
-    decode: Instance
     reuse: int
     """Blocks of cached prefix to load."""
     own: int
@@ -151,7 +150,6 @@ def place(scene: Scene, prompt: Prompt, found: Found, name: str) -> Placement | 
     assert near is not None, "there is a kvcache instance"
     return Placement(
         prefill=plan.instance,
-        decode=min(decodes, key=lambda instance: (len(instance.streams), instance.name)),
         reuse=plan.reuse,
         own=plan.reuse - plan.fetched,
         source=plan.source,

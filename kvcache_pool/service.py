@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import numpy as np
 
@@ -225,8 +226,17 @@ def place_of(segment: Segment, address: str, host: str) -> Place:
     )
 
 
+class Announced(Protocol):
+    """What a segment tells of itself."""
+
+    @property
+    def generation(self) -> int:
+        """The highest that any of its slots has seen."""
+        ...
+
+
 async def announce(
-    segment: Segment, place: Place, transport: Transport, directory: Callable[[], str | None]
+    segment: Announced, place: Place, transport: Transport, directory: Callable[[], str | None]
 ) -> None:
     """Tell whichever directory there is that the segment is there, until cancelled; then say goodbye."""
     client: Client | None = None

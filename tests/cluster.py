@@ -2,13 +2,15 @@
 
 import asyncio
 import itertools
+import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+from conductor.admission import Admission
 from conductor.ask import Ask
+from conductor.config import ConductorConfig
 from conductor.dispatch import Dispatcher
-from conductor.estimate import Estimates
 from conductor.metrics import Metrics
 from conductor.peers import Peers
 from conductor.registry import Registry
@@ -45,6 +47,9 @@ class Listener:
         self.reused: list[int] = []
         self.spoke = asyncio.Event()
         self._enough = enough
+
+    def admitted(self) -> None:
+        pass
 
     def prefilled(self, reused_tokens: int) -> None:
         self.reused.append(reused_tokens)
@@ -214,19 +219,20 @@ async def a_cluster(
     layer_s: float = 0.0,
     reach: Reach = Reach.AUTO,
     in_flight_max: int = 64,
+    config: ConductorConfig | None = None,
     steps_max: int = 1,
 ) -> AsyncIterator[Cluster]:
     """Ready to serve; afterwards everything has ended."""
     transport, metrics, view = ZmqTransport(), Metrics("fake"), View(MANIFEST)
     peers, directory = Peers(transport), DirectoryLink(transport)
-    registry = Registry(view, peers, directory, metrics, Estimates())
+    config = config or ConductorConfig(block_tokens=LAYOUT.block_tokens)
+    admission = Admission(view, metrics, config, random.Random(1))
+    registry = Registry(view, peers, directory, metrics, admission.estimates)
     server = Server(transport.bind("tcp://127.0.0.1:0"), registry.handlers())
-    dispatcher = Dispatcher(
-        view, peers, directory, registry, metrics, in_flight_max=in_flight_max, balancing_threshold=2.0
-    )
+    dispatcher = Dispatcher(view, peers, directory, registry, metrics, admission, in_flight_max=in_flight_max)
     cluster = Cluster(transport, view, dispatcher, directory, metrics, server.address, reach)
     expire = registry.expire_forever(lambda: server.bad_frames)
-    loops = [asyncio.create_task(server.serve()), asyncio.create_task(expire)]
+    loops = [asyncio.create_task(loop) for loop in (server.serve(), expire, admission.run())]
     try:
         for n in range(segments):
             cluster.start_kvcache(f"kvcache-{n}", blocks=blocks, directory=n == 0)

@@ -79,6 +79,7 @@ class Scripted:
         await asyncio.sleep(self.play.first_s)
         if self.play.error is not None and self.play.error_after == 0:
             raise self.play.error
+        reply.admitted()
         reply.prefilled(self.play.reused)
         await together(self._choice(choice, sampling, reply) for choice, sampling in enumerate(ask.samplings))
 

@@ -1,0 +1,286 @@
+"""Whether, when and where: the Conductor's judgement of a request, and the waiting of those who must wait.
+
+    arrival ── place, judge ──> admitted ── prefill ── hand over ──> its decode instance
+                 │     ^                                  └ policy at_decode: waits here too, or is refused
+               held ───┘ whenever something has changed
+                 └──> refused, when its limit is out of reach
+
+A decision and its entry in the ledger are made in one breath: the next decision must see it.
+"""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from conductor.admit import Candidate, Gate, Rules, Verdict, pool_load
+from conductor.admitted import Admitted, Wanted
+from conductor.ask import NO_LIMITS, Limits, Refusal, Refused
+from conductor.config import ConductorConfig
+from conductor.estimate import Estimates
+from conductor.lengths import Lengths
+from conductor.line import Held, Line
+from conductor.metrics import Metrics
+from conductor.place import RETRY_NOBODY_S, Scene, place
+from conductor.view import Instance, View
+from kvcache_pool.api import Found
+from protocol.ids import RequestId
+from protocol.registry import Pool
+
+WALK_EVERY_S = 0.01
+"""At most so often are those who wait looked at, however much happens."""
+
+TICK_S = 0.25
+"""So often they are looked at although nothing seems to have happened: predictions change with time."""
+
+MISSES_MAX = 8
+"""A walk ends when so many held requests did not fit: those behind them hardly will."""
+
+LOOKUP_EVERY_S = 2.0
+"""How old a held request's knowledge of the cache may become."""
+
+FULL_RETRY_S = 1.0
+"""When to come back to a full line: it moves in about this time."""
+
+
+@dataclass
+class _Waiting:
+    """One that is held: what it wants, what it knows of the cache, and who is told."""
+
+    wanted: Wanted
+    held: Held
+    found: Found
+    told: asyncio.Future[Admitted]
+
+
+@dataclass(eq=False)
+class _Computed:
+    """A choice whose prompt is computed and that waits for room in decode."""
+
+    admitted: Admitted
+    choice: int
+    told: asyncio.Future[Instance]
+
+
+class Admission:
+    """Judges, holds, and enters what it admits. `run` must go on beside the requests."""
+
+    def __init__(self, view: View, metrics: Metrics, config: ConductorConfig, dice: random.Random) -> None:
+        self.estimates = Estimates()
+        self.lengths = Lengths()
+        self.gate = Gate(rules_of(config))
+        self.placement: str = config.placement
+        """A name in PLACEMENTS; may change at any time."""
+        self._view = view
+        self._metrics = metrics
+        self._threshold = config.balancing_threshold
+        self._dice = dice
+        self._line = Line(
+            held_max=config.held_max,
+            tokens_max=config.held_tokens_max,
+            overtaken_max=config.overtaken_max,
+            age_s=config.batch_age_s,
+        )
+        self._waiting: dict[RequestId, _Waiting] = {}
+        self._computed: list[_Computed] = []
+        self._changed = asyncio.Event()
+
+    @property
+    def held(self) -> int:
+        """Requests that wait before their prefill."""
+        return len(self._line)
+
+    def pool_loads(self, limits: Limits) -> tuple[float, float]:
+        """Load of the prefill and of the decode pool: predicted latency over its limit."""
+        loads = [
+            pool_load(self._view, self.estimates, pool, limits, _now()) for pool in (Pool.PREFILL, Pool.DECODE)
+        ]
+        return loads[0], loads[1]
+
+    def poke(self) -> None:
+        """Something has changed: those who wait may fit now."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Look at those who wait whenever something has changed, until cancelled."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S if self._waiting or self._computed else None):
+                    await self._changed.wait()
+            self._changed.clear()
+            self._walk_computed()
+            self._walk_held()
+            await asyncio.sleep(WALK_EVERY_S)
+
+    def check(self) -> None:
+        """Asserts that whoever is in the line waits, and nobody else."""
+        self._line.check()
+        assert len(self._waiting) == len(self._line)
+
+    # -- before the prefill -----------------------------------------------------------------------
+
+    async def admit(self, wanted: Wanted, lookup: Callable[[], Awaitable[Found]]) -> Admitted:
+        """Judge; hold if need be. Enter the returned context manager at once. Raises Refused."""
+        found, held = await lookup(), _held(wanted)
+        if wanted.promised or self._line.may_pass(held, _now()):
+            admitted = self._judge(wanted, found, held)
+            if admitted is not None:
+                return admitted
+        return await self._hold(_Waiting(wanted, held, found, asyncio.get_running_loop().create_future()), lookup)
+
+    def _judge(self, wanted: Wanted, found: Found, held: Held) -> Admitted | None:
+        """Admit, and enter it in the ledger; None if it must be held. Raises Refused."""
+        now = _now()
+        scene = Scene(self._view, self.estimates, now, self._dice.randrange, self._threshold)
+        plan = place(scene, wanted.prompt, found, self.placement)
+        if isinstance(plan, Refusal):
+            raise Refused(plan)
+        candidate = Candidate(
+            wanted.prompt.tokens,
+            wanted.priority,
+            NO_LIMITS if wanted.promised else wanted.limits,
+            wanted.arrived_at,
+            plan.queue_s,
+            plan.work_s,
+            plan.prefill.kind,
+            len(wanted.choices),
+            held.key in self._line,
+        )
+        judgement = self.gate.judge(candidate, self._view, self.estimates, self.lengths, now)
+        if judgement.verdict is Verdict.HOLD:
+            return None
+        if judgement.verdict is Verdict.REFUSE:
+            raise Refused(judgement.refusal(429))
+        assert judgement.decode is not None, "a pool without an instance was refused before"
+        if not wanted.promised:
+            self._line.admitted(held, now)
+        return Admitted(self._view, wanted, plan, judgement.decode, _now, self.poke)
+
+    async def _hold(self, waiting: _Waiting, lookup: Callable[[], Awaitable[Found]]) -> Admitted:
+        """Stand in the line until a walk admits or refuses this request. Raises Refused."""
+        wanted, told, began = waiting.wanted, waiting.told, _now()
+        pushed = self._line.add(waiting.held, began)
+        if pushed is None:
+            raise Refused(_full(len(self._line)))
+        for other in pushed:
+            self._waiting.pop(other.key).told.set_exception(Refused(_full(len(self._line))))
+        self._waiting[wanted.request] = waiting
+        self._show_line()
+        self.poke()
+        try:
+            while not told.done():
+                await asyncio.wait([told], timeout=LOOKUP_EVERY_S)
+                if not told.done():
+                    waiting.found = await lookup()
+            return told.result()
+        except BaseException:
+            if told.done() and not told.cancelled() and told.exception() is None:
+                told.result().close()  # admitted in the moment in which its client left
+            raise
+        finally:
+            self._line.remove(wanted.request)
+            self._waiting.pop(wanted.request, None)
+            self._metrics.observe_hold(_now() - began)
+            self._show_line()
+
+    def _walk_held(self) -> None:
+        misses = 0
+        for held in self._line.candidates(_now()):
+            waiting = self._waiting[held.key]
+            try:
+                admitted = self._judge(waiting.wanted, waiting.found, held)
+            except Refused as refused:
+                self._line.remove(held.key)
+                self._waiting.pop(held.key).told.set_exception(refused)
+                continue
+            if admitted is not None:
+                self._waiting.pop(held.key).told.set_result(admitted)
+                continue
+            misses += 1
+            if misses >= MISSES_MAX:
+                return
+
+    # -- after the prefill ------------------------------------------------------------------------
+
+    async def hand_over(self, admitted: Admitted, choice: int) -> Instance:
+        """Which decode instance goes on with this choice; it is entered there.
+
+        Raises Refused: by policy at_decode, or since no decode instance is alive."""
+        admitted.gone(choice)
+        instance = self._offer(admitted, choice)
+        if instance is not None:
+            return instance
+        computed = _Computed(admitted, choice, asyncio.get_running_loop().create_future())
+        self._computed.append(computed)
+        try:
+            return await computed.told
+        finally:
+            if computed in self._computed:
+                self._computed.remove(computed)
+
+    def _offer(self, admitted: Admitted, choice: int) -> Instance | None:
+        """Give the choice a decode instance, and enter it there; None if it must wait. Raises Refused."""
+        wanted, now = admitted.wanted, _now()
+        limits = NO_LIMITS if wanted.promised else wanted.limits
+        candidate = Candidate(wanted.prompt.tokens, wanted.priority, limits, wanted.arrived_at)
+        judgement = self.gate.hand_over(candidate, self._view, self.estimates, self.lengths, now)
+        if judgement.verdict is Verdict.HOLD:
+            return None
+        if judgement.verdict is Verdict.REFUSE:
+            raise Refused(judgement.refusal(429))
+        if judgement.decode is None:
+            raise Refused(Refusal("no_decode", "; ".join(self._view.missing()), RETRY_NOBODY_S))
+        admitted.moved(choice, judgement.decode, now)
+        return judgement.decode
+
+    def _walk_computed(self) -> None:
+        for computed in list(self._computed):
+            try:
+                instance = self._offer(computed.admitted, computed.choice)
+            except Refused as refused:
+                computed.told.set_exception(refused)
+            else:
+                if instance is None:
+                    continue
+                computed.told.set_result(instance)
+            self._computed.remove(computed)
+
+    def ended(self, admitted: Admitted, choice: int, tokens: int) -> None:
+        """An answer is complete, with so many tokens: what is known of lengths grows by one."""
+        stream = admitted.stream(choice)
+        if stream is not None and stream.joined_at is not None:
+            self.gate.observe_residence(_now() - stream.joined_at)
+        self.lengths.observe(admitted.wanted.priority, tokens, _now())
+        admitted.gone(choice)
+
+    def _show_line(self) -> None:
+        self._metrics.set_held(len(self._line), self._line.tokens)
+
+
+def rules_of(config: ConductorConfig) -> Rules:
+    """How to judge, as it is configured."""
+    return Rules(
+        policy=config.admission,
+        reserve=config.reserve,
+        hold=config.hold,
+        z=config.reserve_z,
+        margin=config.margin,
+        hysteresis=config.hysteresis,
+        samples_min=config.samples_min,
+        residence_s=config.residence_s,
+        batch_share=config.batch_share,
+    )
+
+
+def _held(wanted: Wanted) -> Held:
+    deadline = min(wanted.arrived_at + wanted.limits.ttft_s, wanted.ends_at)
+    return Held(wanted.request, wanted.priority, wanted.prompt.tokens, wanted.arrived_at, deadline)
+
+
+def _full(held: int) -> Refusal:
+    return Refusal("queue_full", f"{held} requests wait already, as many as are allowed", FULL_RETRY_S, 429)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

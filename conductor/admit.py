@@ -1,0 +1,357 @@
+"""Should a request be let in now, wait, or be refused? Pure: believes the view and the estimates.
+
+             predicted TTFT within its limit?   a decode instance with room at the hand-over moment?
+    judge ──── no ──> REFUSE ttft    yes ────────── yes ──> ADMIT: the promise is given
+                                                    no ───> HOLD before its prefill, or REFUSE tbt
+
+All policies share this, and differ in whom they expect in decode then (`forecast.PRESENCES`). `none` tests
+nothing. `at_decode`, the baseline, tests decode only when the prefill is done (`hand_over`), and so wastes
+prefills. Where too few fresh samples support a prediction, nothing is refused by it: what is not known is
+not full.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from conductor.ask import Limits, Priority, Refusal
+from conductor.estimate import Estimates
+from conductor.forecast import PRESENCES, Forecast, Outlook, Presence, survival
+from conductor.lengths import Lengths
+from conductor.view import Instance, View
+from protocol.registry import Pool
+
+NONE, AT_DECODE = "none", "at_decode"
+POLICIES = (NONE, *PRESENCES)
+"""Names of the admission policies."""
+
+RETRY_GRID_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
+"""Waits that a refused client may be told. Sooner, nothing has changed; later, nothing can be foretold."""
+
+MEAN_SAMPLES = 1000
+"""A running mean follows its samples with this weight at the latest: as far back as `lengths` looks."""
+
+
+class Verdict(Enum):
+    """What becomes of a request at this moment."""
+
+    ADMIT = "admit"
+    HOLD = "hold"
+    """Wait, and be judged again when something has changed."""
+    REFUSE = "refuse"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How to judge. The Conductor's configuration has the same fields, with their sentences."""
+
+    policy: str = "survival"
+    """One of POLICIES."""
+    reserve: bool = True
+    """Whether what is admitted and still in prefill counts as there, and what is doubtful by `z`."""
+    hold: bool = True
+    """Whether what does not fit waits, while its TTFT limit is within reach."""
+    z: float = 2.0
+    """Standard deviations added to what is expected of decode, with `reserve`."""
+    margin: float = 0.0
+    """A prediction is too long beyond its limit and this share of it."""
+    hysteresis: float = 0.0
+    """After one was held or refused, the next needs a prediction below the limit by this share of it."""
+    samples_min: int = 8
+    """Fresh samples of a kind of instance, with fewer of which nothing is refused by its predictions."""
+    residence_s: float = 0.0
+    """The report's t_d for `predictive`; 0 takes the running mean."""
+    batch_share: float = 0.8
+    """Batch requests may fill this share of decode's limits; the rest is kept for interactive ones."""
+    size_blind: bool = False
+    """Whether each prompt is judged as if it were of mean size: a control, since a test of what fits refuses
+    the long ones first."""
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"admission must be one of {', '.join(POLICIES)}, not {self.policy!r}")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A request to judge."""
+
+    tokens: int
+    """Of its prompt."""
+    priority: Priority
+    limits: Limits
+    arrived_at: float
+    queue_s: float | None = None
+    """Predicted wait for its turn if it went to prefill now; None if it has no placement yet."""
+    compute_s: float | None = None
+    """Predicted time of its prefill, loading included; None as above."""
+    kind: str = ""
+    """Of the prefill instance for which those two were predicted."""
+    choices: int = 1
+    """Answers that it asks for."""
+    held: bool = False
+    """Whether it has waited for room in decode: if its time then runs out, that was the reason."""
+
+    @property
+    def prefill_s(self) -> float:
+        """Predicted time to the first token, if it went to prefill now."""
+        return (self.queue_s or 0.0) + (self.compute_s or 0.0)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict, and what it rests on."""
+
+    verdict: Verdict
+    decode: Instance | None
+    """Where it decodes, or has to wait for room; None if it is refused, or if no decode instance is alive."""
+    limits: Limits
+    ttft_s: float
+    """Predicted, from its arrival."""
+    tbt_s: float | None = None
+    """Predicted for that instance with it; None if nobody looked."""
+    reason: str = ""
+    """`ttft` or `tbt`: the limit that would not hold (`tbt` also if memory would not do); empty if admitted."""
+    text: str = ""
+    """A sentence for the client; empty if it was admitted."""
+    retry_after_s: float = 0.0
+    """When it is worth asking again, if it was refused."""
+
+    def refusal(self, status: int) -> Refusal:
+        """The same for the client, with this HTTP status."""
+        assert self.verdict is Verdict.REFUSE
+        return Refusal(self.reason, self.text, self.retry_after_s, status, self.ttft_s, self.tbt_s, self.limits)
+
+
+@dataclass
+class Mean:
+    """A running mean; recent samples weigh more once there are MEAN_SAMPLES."""
+
+    value: float = 0.0
+    samples: int = 0
+
+    def add(self, sample: float) -> None:
+        """One more."""
+        self.samples = min(self.samples + 1, MEAN_SAMPLES)
+        self.value += (sample - self.value) / self.samples
+
+
+@dataclass(frozen=True)
+class _Scene:
+    """What one judgement looks at."""
+
+    candidate: Candidate
+    view: View
+    estimates: Estimates
+    lengths: Lengths
+    now: float
+
+    @property
+    def waited_s(self) -> float:
+        return self.now - self.candidate.arrived_at
+
+    @property
+    def ttft_s(self) -> float:
+        return self.waited_s + self.candidate.prefill_s
+
+    @property
+    def hand_over_at(self) -> float:
+        return self.now + self.candidate.prefill_s
+
+
+@dataclass
+class Gate:
+    """Judges requests one by one. Owns what it has learnt of the traffic, and which classes it holds up.
+
+    Mutates: observe_residence, observe_prompt, judge, hand_over.
+    """
+
+    rules: Rules
+    """May be exchanged while it serves."""
+    _residence: Mean = field(default_factory=Mean)
+    _prompt: Mean = field(default_factory=Mean)
+    _closed: set[Priority] = field(default_factory=set)
+    """Classes whose last request did not fit in decode."""
+
+    def observe_residence(self, seconds: float) -> None:
+        """An answer was in decode for so long."""
+        self._residence.add(seconds)
+
+    def observe_prompt(self, tokens: int) -> None:
+        """A prompt of this length arrived."""
+        self._prompt.add(tokens)
+
+    def judge(
+        self, candidate: Candidate, view: View, estimates: Estimates, lengths: Lengths, now: float
+    ) -> Judgement:
+        """On arrival, and again for one that is held: may it go to prefill now?"""
+        scene, rules = _Scene(candidate, view, estimates, lengths, now), self.rules
+        if rules.policy != NONE and self._late(scene):
+            return self._refuse_late(scene)
+        ranked = self._ranked(scene)
+        if rules.policy in (NONE, AT_DECODE):
+            return _admit(scene, ranked)
+        return self._decide(scene, self._tested(scene, ranked), hold=rules.hold)
+
+    def hand_over(
+        self, candidate: Candidate, view: View, estimates: Estimates, lengths: Lengths, now: float
+    ) -> Judgement:
+        """When its prefill is done, with the candidate itself taken out of the ledger: where does it decode?
+
+        Most policies gave their promise on arrival and choose the best instance as it looks now. `at_decode`
+        tests now: what runs and what has been handed over; one that does not fit waits, with its prefill done,
+        until its TTFT limit is out of reach, and is refused then.
+        """
+        done = replace(candidate, queue_s=None, compute_s=None)
+        scene = _Scene(done, view, estimates, lengths, now)
+        if self.rules.policy != AT_DECODE:
+            return _admit(scene, self._ranked(scene))
+        tested = self._outlook(scene, PRESENCES[AT_DECODE], now).rank(view.of(Pool.DECODE), estimates)
+        return self._decide(scene, tested, hold=not self._late(scene))
+
+    # --- the tests
+
+    def _decide(self, scene: _Scene, tested: list[Forecast], *, hold: bool) -> Judgement:
+        """To the first instance that takes it; if none does, `hold` says whether it waits or is refused."""
+        taker = next((forecast for forecast in tested if self._takes(scene, forecast)), None)
+        if taker is None and tested:
+            self._closed.add(scene.candidate.priority)
+            return self._full(scene, tested[0], hold=hold)
+        self._closed.discard(scene.candidate.priority)
+        return _admit(scene, [taker] if taker else [])
+
+    def _late(self, scene: _Scene) -> bool:
+        """Whether the TTFT limit is out of reach. Waiting does not mend it: no queue outruns the clock."""
+        limit_s = scene.candidate.limits.ttft_s * (1.0 + self.rules.margin)
+        if scene.waited_s > limit_s:
+            return True  # no prediction, a fact
+        return scene.ttft_s > limit_s and self._known(scene, Pool.PREFILL, scene.candidate.kind)
+
+    def _takes(self, scene: _Scene, forecast: Forecast) -> bool:
+        """Whether a decode instance, as foretold with the candidate in its batch, keeps the limits."""
+        if not self._known(scene, Pool.DECODE, forecast.instance.kind):
+            return True
+        bound_s, share = self._bound(scene.candidate, forecast)
+        return forecast.step_s <= bound_s and forecast.memory_share <= share
+
+    def _bound(self, candidate: Candidate, forecast: Forecast) -> tuple[float, float]:
+        """The longest step allowed, and the share of the memory. On an empty instance the plain limit: whoever
+        would break that could never be served, and nobody else is there to be spared."""
+        rules, limit_s = self.rules, candidate.limits.tbt_s
+        if forecast.alone:
+            return limit_s * (1.0 + rules.margin), 1.0
+        batch = candidate.priority is Priority.BATCH
+        share = rules.batch_share if batch else 1.0
+        closed = Priority.INTERACTIVE in self._closed or (batch and Priority.BATCH in self._closed)
+        slack = rules.margin - (rules.hysteresis if closed else 0.0)
+        return min(limit_s, forecast.promised_s) * share * (1.0 + slack), share
+
+    def _known(self, scene: _Scene, pool: Pool, kind: str) -> bool:
+        return scene.estimates.fresh(pool, kind, scene.now) >= self.rules.samples_min
+
+    # --- looking ahead
+
+    def _outlook(self, scene: _Scene, presence: Presence, at: float, *, reserve: bool = False) -> Outlook:
+        candidate, lengths, rules = scene.candidate, scene.lengths, self.rules
+        blind = rules.size_blind and self._prompt.samples
+        residence_s = rules.residence_s or (self._residence.value if self._residence.samples else math.inf)
+        return Outlook(
+            now=scene.now,
+            at=at,
+            presence=presence,
+            interactive=lengths.tail(Priority.INTERACTIVE),
+            batch=lengths.tail(Priority.BATCH),
+            context=self._prompt.value if blind else candidate.tokens,
+            growth=lengths.mean(candidate.priority),
+            block_tokens=scene.view.manifest.layout.block_tokens,
+            choices=candidate.choices,
+            reserve=reserve,
+            z=rules.z if reserve else 0.0,
+            residence_s=residence_s,
+        )
+
+    def _ranked(self, scene: _Scene) -> list[Forecast]:
+        """Decode instances, best first. By survival and with a reserve whatever the policy: the choice must count
+        what is on its way, or all go where it is emptiest now."""
+        outlook = self._outlook(scene, survival, scene.hand_over_at, reserve=True)
+        return outlook.rank(scene.view.of(Pool.DECODE), scene.estimates)
+
+    def _tested(self, scene: _Scene, ranked: list[Forecast]) -> list[Forecast]:
+        """The same instances in the same order, as the policy sees them."""
+        rules, presence = self.rules, PRESENCES[self.rules.policy]
+        if presence is survival and rules.reserve:
+            return ranked
+        at = scene.now if rules.policy == "early" else scene.hand_over_at
+        outlook = self._outlook(scene, presence, at, reserve=rules.reserve)
+        instances = [forecast.instance for forecast in ranked]
+        return [outlook.of(instance, scene.estimates.step(instance.kind)) for instance in instances]
+
+    # --- saying no
+
+    def _refuse_late(self, scene: _Scene) -> Judgement:
+        candidate, limit_s = scene.candidate, scene.candidate.limits.ttft_s
+        best = next(iter(self._ranked(scene)), None) if candidate.held else None
+        if best is not None:
+            text = f"After {scene.waited_s:.3g} s there was no room in decode, and {limit_s:.3g} s are allowed."
+            retry_s = self._retry_s(scene, best.instance)
+            return _refuse(scene, best, "tbt", text, retry_s)
+        text = (
+            f"The first token would come {scene.ttft_s:.3g} s after the request, and {limit_s:.3g} s are allowed."
+        )
+        excess_s = candidate.prefill_s - limit_s  # of a newcomer, which has waited for nothing yet
+        never = (candidate.compute_s or 0.0) > limit_s
+        retry_s = RETRY_GRID_S[-1] if never else min(max(excess_s, RETRY_GRID_S[0]), RETRY_GRID_S[-1])
+        return _refuse(scene, None, "ttft", text, retry_s)
+
+    def _full(self, scene: _Scene, best: Forecast, *, hold: bool) -> Judgement:
+        """Decode has no room. `best` is the instance that comes nearest."""
+        bound_s, share = self._bound(scene.candidate, best)
+        if best.step_s > bound_s:
+            text = f"The time between tokens would be {best.step_s:.3g} s, and {bound_s:.3g} s are allowed."
+        else:
+            text = f"Decode would need {best.memory_share:.0%} of its memory, and {share:.0%} are allowed."
+        if not hold:
+            return _refuse(scene, best, "tbt", text, self._retry_s(scene, best.instance))
+        limits, ttft_s = scene.candidate.limits, scene.ttft_s
+        return Judgement(Verdict.HOLD, best.instance, limits, ttft_s, best.step_s, "tbt", text)
+
+    def _retry_s(self, scene: _Scene, instance: Instance) -> float:
+        """The first wait after which an equal request is expected to fit there, if nobody else comes."""
+        line = scene.estimates.step(instance.kind)
+        for wait_s in RETRY_GRID_S:
+            outlook = self._outlook(scene, survival, scene.hand_over_at + wait_s, reserve=True)
+            if self._takes(scene, outlook.of(instance, line)):
+                return wait_s
+        return RETRY_GRID_S[-1]
+
+
+def _admit(scene: _Scene, ranked: list[Forecast]) -> Judgement:
+    """To the first of `ranked`."""
+    limits = scene.candidate.limits
+    if not ranked:
+        return Judgement(Verdict.ADMIT, None, limits, scene.ttft_s)
+    return Judgement(Verdict.ADMIT, ranked[0].instance, limits, scene.ttft_s, ranked[0].step_s)
+
+
+def _refuse(scene: _Scene, best: Forecast | None, reason: str, text: str, retry_after_s: float) -> Judgement:
+    limits, tbt_s = scene.candidate.limits, best.step_s if best else None
+    return Judgement(Verdict.REFUSE, None, limits, scene.ttft_s, tbt_s, reason, text, retry_after_s)
+
+
+def pool_load(view: View, estimates: Estimates, pool: Pool, limits: Limits, now: float) -> float:
+    """The Mooncake report's load of the prefill or the decode pool: its predicted latency over the limit.
+
+    Prefill: the longest queue over the TTFT limit; decode: the mean step time, with what runs now, over the TBT
+    limit. 0 for an empty pool, and where there is no limit."""
+    instances = view.of(pool)
+    if not instances:
+        return 0.0
+    if pool is Pool.PREFILL:
+        return max(instance.queue_s(now) for instance in instances) / limits.ttft_s
+    return sum(_step_s(instance, estimates) for instance in instances) / len(instances) / limits.tbt_s
+
+
+def _step_s(instance: Instance, estimates: Estimates) -> float:
+    """Of a step with what the ledger says runs there; 0 of an idle instance."""
+    contexts = [s.context + s.said for s in instance.streams.values() if s.joined_at is not None]
+    return estimates.step(instance.kind).at(len(contexts), sum(contexts)) if contexts else 0.0

@@ -1,0 +1,111 @@
+"""A request's entries in the ledger, from its admission to its end.
+
+admitted ──> prefilled ──> moved (each choice: to its decode instance) ──> joined ──> said ... ──> ended
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from conductor.ask import Limits, Priority
+from conductor.place import Placement, Prompt
+from conductor.view import Instance, Key, Prefilling, Stream, View
+from protocol.ids import RequestId
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A request, as admission sees it."""
+
+    request: RequestId
+    prompt: Prompt
+    choices: list[int]
+    priority: Priority
+    limits: Limits
+    arrived_at: float
+    ends_at: float
+    """Its own deadline: no hold outlasts it."""
+    promised: bool = False
+    """Part of its answer is out already: it is not judged again."""
+
+
+class Admitted:
+    """One attempt at a request. A context manager: leaving it takes out of the ledger what is still there.
+
+    `clock` tells the time, and `left` is called whenever an instance has more room than before.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        wanted: Wanted,
+        plan: Placement,
+        decode: Instance,
+        clock: Callable[[], float],
+        left: Callable[[], None],
+    ) -> None:
+        self.wanted = wanted
+        self.plan = plan
+        self.began_at = clock()
+        self._view = view
+        self._clock = clock
+        self._left = left
+        self._in_prefill = True
+        self._decodes: dict[int, Instance] = {}
+        prefix = plan.reuse * view.manifest.layout.block_tokens
+        work = Prefilling(wanted.prompt.tokens - prefix, prefix, plan.work_s, self.began_at)
+        view.enter(plan.prefill, self._key(wanted.choices[0]), work)
+        if plan.source is not None:
+            view.send(plan.source, plan.fetched_bytes)
+        for choice in wanted.choices:
+            self.moved(choice, decode, self.began_at + plan.ttft_s)
+
+    def __enter__(self) -> "Admitted":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take everything out."""
+        self.prefilled()
+        for choice in list(self._decodes):
+            self.gone(choice)
+
+    def prefilled(self) -> None:
+        """The prompt is computed, or will not be."""
+        if not self._in_prefill:
+            return
+        self._in_prefill = False
+        self._view.release(self.plan.prefill, self._key(self.wanted.choices[0]), self._clock())
+        if self.plan.source is not None:
+            self._view.sent(self.plan.source, self.plan.fetched_bytes)
+        self._left()
+
+    def moved(self, choice: int, instance: Instance, due_at: float) -> None:
+        """The choice goes to this decode instance, and should be there at `due_at`."""
+        stream = Stream(self.wanted.prompt.tokens, due_at, self.wanted.priority, tbt_s=self.wanted.limits.tbt_s)
+        self._decodes[choice] = instance
+        self._view.enter(instance, self._key(choice), stream)
+
+    def joined(self, choice: int) -> None:
+        """Its KV is there: it decodes from now on."""
+        self._view.joined(self._decodes[choice], self._key(choice), self._clock())
+
+    def said(self, choice: int, tokens: int) -> None:
+        """So many more of its tokens have come."""
+        self._view.said(self._decodes[choice], self._key(choice), tokens, self._clock())
+
+    def stream(self, choice: int) -> Stream | None:
+        """Its entry on its decode instance."""
+        instance = self._decodes.get(choice)
+        return None if instance is None else instance.streams.get(self._key(choice))
+
+    def gone(self, choice: int) -> None:
+        """It loads its decode instance no more."""
+        instance = self._decodes.pop(choice, None)
+        if instance is not None:
+            self._view.release(instance, self._key(choice), self._clock())
+            self._left()
+
+    def _key(self, choice: int) -> Key:
+        return self.wanted.request, choice

@@ -1,0 +1,246 @@
+"""A whole cluster on virtual time: the real services over a network in memory, with engines that only cost time.
+
+    Conductor ── control port                     every process is a Site of the network
+    prefill-0 on host p0, with segment kvcache-0 (and the directory)
+    prefill-1 on host p1, with segment kvcache-1
+    decode-0  on host d0, ...
+
+No rule of scheduling is here: what the world tells is what production does.
+"""
+
+import asyncio
+import itertools
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from conductor.admission import Admission
+from conductor.config import ConductorConfig
+from conductor.dispatch import Dispatcher
+from conductor.metrics import Metrics
+from conductor.peers import Peers
+from conductor.registry import Registry
+from conductor.view import View
+from decode_pool.config import DecodeConfig
+from decode_pool.service import DecodeService
+from decode_pool.writeback import WriteBack
+from kvcache_pool.api import DirectoryLink, Place
+from kvcache_pool.index import Index
+from kvcache_pool.service import DirectoryService, announce
+from prefill_pool.config import PrefillConfig
+from prefill_pool.service import PrefillService
+from protocol.blocks import BlockLayout
+from protocol.cluster import Manifest
+from protocol.ids import Incarnation, InstanceId, SegmentId
+from protocol.instance import Role, Work, run_instance
+from protocol.registry import Heard, Load, Pool
+from protocol.rpc import Server
+from protocol.tasks import together
+from simulator.cost import CostModel
+from simulator.engine import CostEngine
+from simulator.mover import Memory, SimMover, SimSegment, Wire
+from simulator.network import Network, Site, Weather
+
+CONTROL = "sim://conductor:1"
+READY_S = 30.0
+"""Virtual seconds within which every instance must have registered."""
+
+LAYERS = 4
+"""Layers of the simulated layout: each stands for a quarter of the model's. Loads and stores overlap with computing
+at this grain, and an event for each of 80 layers would only cost time."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to build."""
+
+    cost: CostModel
+    prefills: int
+    decodes: int
+    conductor: ConductorConfig
+    prefill: PrefillConfig
+    decode: DecodeConfig
+    segment_blocks: int
+    """Of each prefill instance's host."""
+    prefill_pages: int
+    decode_pages: int
+    context_tokens: int
+    seed: int = 0
+    exact: bool = False
+    weather: Weather = field(default_factory=Weather)
+
+
+@dataclass
+class Member:
+    """One simulated process."""
+
+    name: str
+    site: Site
+    task: asyncio.Task[None]
+    service: PrefillService | DecodeService | DirectoryService | None = None
+    engine: CostEngine | None = None
+    segment: SimSegment | None = None
+
+
+class World:
+    """Build it on a virtual loop, `start`, use `dispatcher`, `close`."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.network = Network(plan.weather, random.Random(f"network {plan.seed}"))
+        self.layout = layout_of(plan.cost, plan.conductor.block_tokens)
+        self.manifest = Manifest("simulated", "cost", "none", plan.context_tokens, self.layout)
+        self.memory = Memory(self.layout.run_bytes)
+        self.members: dict[str, Member] = {}
+        self.index = Index()
+        self._lives = itertools.count(1)
+        self._buses: dict[str, Wire] = {}
+        self._build_conductor()
+
+    def _build_conductor(self) -> None:
+        site, config = self.network.site("conductor"), self.plan.conductor
+        self.metrics = Metrics("simulated")
+        self.view = View(self.manifest)
+        peers, self.directory = Peers(site), DirectoryLink(site)
+        self.admission: Admission = Admission(
+            self.view, self.metrics, config, random.Random(f"placement {self.plan.seed}")
+        )
+        registry = Registry(self.view, peers, self.directory, self.metrics, self.admission.estimates)
+        self.dispatcher = Dispatcher(
+            self.view,
+            peers,
+            self.directory,
+            registry,
+            self.metrics,
+            self.admission,
+            in_flight_max=config.in_flight_max,
+        )
+        server = Server(site.bind(CONTROL), registry.handlers())
+        self._conductor_loops = [
+            server.serve(),
+            registry.expire_forever(lambda: server.bad_frames),
+            self.admission.run(),
+        ]
+
+    async def start(self) -> None:
+        """Start everything; returns when every instance has registered. Raises TimeoutError."""
+        loops = asyncio.create_task(together(self._conductor_loops))
+        self.members["conductor"] = Member("conductor", self.network.site("conductor"), loops)
+        for number in range(self.plan.prefills):
+            self.start_kvcache(number)
+            self.start_prefill(number)
+        for number in range(self.plan.decodes):
+            self.start_decode(number)
+        everyone = 2 * self.plan.prefills + self.plan.decodes
+        async with asyncio.timeout(READY_S):
+            while sum(len(self.view.of(pool)) for pool in Pool) < everyone:  # noqa: ASYNC110 - time is free here
+                await asyncio.sleep(0.1)
+        await asyncio.sleep(2.0)  # segments announce themselves, decode instances hear of the directory
+
+    async def close(self) -> None:
+        """End everything."""
+        for name in list(self.members):
+            await self.kill(name)
+        await self.directory.aclose()
+
+    async def kill(self, name: str) -> None:
+        """A process dies without a word."""
+        member = self.members.pop(name)
+        member.site.die()
+        if member.segment is not None:
+            member.segment.alive = False
+        member.task.cancel()
+        await asyncio.gather(member.task, return_exceptions=True)
+
+    def start_prefill(self, number: int) -> None:
+        """Start `prefill-<number>` on host p<number>."""
+        name, host = f"prefill-{number}", f"p{number}"
+        site, engine = self.network.site(name), self._engine(self.plan.prefill_pages)
+        mover, directory = SimMover(self.memory, host, self._bus(host)), DirectoryLink(site)
+        service = PrefillService(engine, mover, directory, self.plan.prefill)
+
+        async def heard(news: Heard) -> None:
+            """Each request says where its directory is."""
+
+        work = Work(service.handlers(), service.load, heard, [lambda _: service.step_forever()])
+        task = self._live(site, self._role(Pool.PREFILL, name, host), work, [directory])
+        self.members[name] = Member(name, site, task, service, engine)
+
+    def start_decode(self, number: int) -> None:
+        """Start `decode-<number>` on host d<number>."""
+        name, host = f"decode-{number}", f"d{number}"
+        site, engine = self.network.site(name), self._engine(self.plan.decode_pages)
+        mover, directory = SimMover(self.memory, host, self._bus(host)), DirectoryLink(site)
+        back = WriteBack(mover, directory)
+        service = DecodeService(engine, mover, back, self.manifest, self.plan.decode)
+
+        async def heard(news: Heard) -> None:
+            back.near = None if news.home is None else SegmentId(news.home)
+            await directory.follow(news.directory)
+
+        work = Work(
+            service.handlers(), service.load, heard, [lambda _: service.step_forever(), lambda _: back.run()]
+        )
+        task = self._live(site, self._role(Pool.DECODE, name, host), work, [directory])
+        self.members[name] = Member(name, site, task, service, engine)
+
+    def start_kvcache(self, number: int) -> None:
+        """Start `kvcache-<number>` on host p<number>; number 0 keeps the directory, with an empty index."""
+        name, host, keeps = f"kvcache-{number}", f"p{number}", number == 0
+        site = self.network.site(name)
+        out = Wire(self.plan.cost.network_bytes_s)
+        segment = SimSegment(SegmentId(name), self._life(), self.plan.segment_blocks, LAYERS, out, host)
+        self.memory.segments[segment.segment] = segment
+        elsewhere: list[str | None] = [None]
+        service: DirectoryService | None = None
+        if keeps:
+            self.index = Index()
+            service = DirectoryService(self.index)
+
+        async def heard(news: Heard) -> None:
+            elsewhere[0] = news.directory
+
+        async def tell(address: str) -> None:
+            place = Place(segment.segment, segment.incarnation, address, host, "", segment.slots, self.layout)
+            await announce(segment, place, site, lambda: address if keeps else elsewhere[0])
+
+        loops: list[Callable[[str], Coroutine[Any, Any, None]]] = [tell]
+        if service is not None:
+            keeper = service
+            loops.append(lambda _: keeper.sweep())
+        load = service.load if service is not None else Load
+        work = Work(service.handlers() if service is not None else {}, load, heard, loops)
+        role = self._role(Pool.KVCACHE, name, host, segment.incarnation, directory=keeps)
+        self.members[name] = Member(name, site, self._live(site, role, work, []), service, segment=segment)
+
+    def _live(self, site: Site, role: Role, work: Work, links: Sequence[DirectoryLink]) -> asyncio.Task[None]:
+        async def live() -> None:
+            try:
+                await run_instance(site, role, work, listen=f"sim://{role.instance}:0", conductor=CONTROL)
+            finally:
+                for link in links:
+                    await link.aclose()
+
+        return asyncio.create_task(live())
+
+    def _role(
+        self, pool: Pool, name: str, host: str, life: Incarnation | None = None, *, directory: bool = False
+    ) -> Role:
+        kind = f"{self.plan.cost.name}/{pool.value}"
+        return Role(pool, InstanceId(name), life or self._life(), host, self.manifest, directory, kind)
+
+    def _life(self) -> Incarnation:
+        return Incarnation(f"life-{next(self._lives)}")
+
+    def _engine(self, pages: int) -> CostEngine:
+        return CostEngine(self.plan.cost, self.layout, pages, self.plan.context_tokens, exact=self.plan.exact)
+
+    def _bus(self, host: str) -> Wire:
+        return self._buses.setdefault(host, Wire(self.plan.cost.host_bytes_s))
+
+
+def layout_of(cost: CostModel, block_tokens: int) -> BlockLayout:
+    """LAYERS layers whose blocks have as many bytes as the model's: 2 bytes an element, keys and values."""
+    dim = cost.kv_bytes_token // (LAYERS * 2 * 2)
+    return BlockLayout(LAYERS, 1, dim, block_tokens, "bfloat16")
