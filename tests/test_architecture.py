@@ -32,6 +32,7 @@ PACKAGES = {name: rung for rung, names in enumerate(RUNGS) for name in names if 
 SERVICES = {"conductor", "prefill_pool", "decode_pool", "kvcache_pool"}
 
 PURE = {
+    "conductor/admit.py",
     "conductor/place.py",
     "conductor/view.py",
     "conductor/estimate.py",
