@@ -6,8 +6,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from protocol.blocks import block_hashes
 from tests.cluster import Cluster, a_cluster, an_ask
-from tests.fakes import LAYOUT, foretell
+from tests.fakes import LAYOUT, MANIFEST, foretell
 from tests.kvcache_pool.faults import Faults, FaultyMover
 
 LATE_S = 0.05
@@ -89,3 +90,16 @@ async def test_a_layer_that_cannot_be_stored_is_stored_at_the_second_try(write: 
     failing = Faults(failed_writes=frozenset([write]))
     async with a_faulty_cluster(failing, Faults()) as cluster:
         await serve_all(cluster, PROMPTS[:1])
+
+
+async def test_a_hot_prefix_spreads_to_the_home_of_who_fetches_it():
+    """Eight prompts that share it and have much more to compute: too many for the instance that has it at home."""
+    prompts = [[*PREFIX, *(n + i for i in range(60))] for n in range(8)]
+    async with a_cluster(prefills=2, segments=2, layer_s=0.01) as cluster:
+        await cluster.serve(an_ask(PREFIX, 1))
+        while (await cluster.at_rest()).total < 512:  # noqa: ASYNC110 - until the second segment has joined
+            await asyncio.sleep(0.01)
+        assert await serve_all(cluster, prompts) == [60] * 8
+        names = block_hashes(MANIFEST.root(), PREFIX)
+        assert (await cluster.directory.get().lookup(names)).held == {"kvcache-0": 15, "kvcache-1": 15}
+        assert (await cluster.stats()).copies == 15
