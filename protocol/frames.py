@@ -9,11 +9,8 @@ left, since clocks differ between hosts.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
-
-import msgpack
+from typing import Any, NamedTuple
 
 from protocol.cluster import PROTOCOL_VERSION
 from protocol.errors import BadMessage
@@ -42,8 +39,7 @@ class Kind(IntEnum):
 KINDS = frozenset(int(kind) for kind in Kind)
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """A header, taken apart. `fields` is a map for a message and text for an error."""
 
     kind: Kind
@@ -63,15 +59,12 @@ class Header:
 def encode(kind: Kind, call: int, message: Message | None = None, within_s: float | None = None) -> bytes:
     """A header that carries `message`, or none."""
     tag = type(message).__name__ if message is not None else ""
-    body = pack(message) if message is not None else b"\xc0"
-    # The fields are packed already: splice them in as the last element of the array of six.
-    return b"\x96" + b"".join(map(msgpack.packb, (PROTOCOL_VERSION, int(kind), call, within_s, tag))) + body
+    return pack([PROTOCOL_VERSION, kind.value, call, within_s, tag, message])
 
 
 def encode_error(call: int, error_kind: str, text: str) -> bytes:
     """A header that says that a call failed."""
-    header: bytes = msgpack.packb([PROTOCOL_VERSION, int(Kind.ERROR), call, None, error_kind, text])
-    return header
+    return pack([PROTOCOL_VERSION, Kind.ERROR.value, call, None, error_kind, text])
 
 
 def decode(frames: Sequence[Buffer]) -> tuple[Header, list[memoryview]]:

@@ -16,8 +16,9 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
 
@@ -54,12 +55,20 @@ class Answer:
     buffers: list[memoryview]
 
 
-@dataclass
 class _Call:
-    inbox: asyncio.Queue[Answer | DangoError | None] = field(
-        default_factory=lambda: asyncio.Queue(STREAM_ITEMS_MAX)
-    )
-    final: bool = False
+    """What came back of one call and was not taken yet, and who waits for more (one at most)."""
+
+    __slots__ = ("answers", "final", "waiter")
+
+    def __init__(self) -> None:
+        self.answers: deque[Answer | DangoError] = deque()
+        self.waiter: asyncio.Future[None] | None = None
+        self.final = False
+        """Nothing more will come."""
+
+    def wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
 
 
 class Client:
@@ -131,9 +140,12 @@ class Client:
     async def take(self, number: int) -> Answer | None:
         """The next answer to a call; None after the last. (For Stream.)"""
         call = self._open[number]
-        if call.final and call.inbox.empty():
-            return None
-        answer = await call.inbox.get()
+        while not call.answers:
+            if call.final:
+                return None
+            call.waiter = asyncio.get_running_loop().create_future()
+            await call.waiter
+        answer = call.answers.popleft()
         if isinstance(answer, DangoError):
             raise answer
         return answer
@@ -173,18 +185,17 @@ class Client:
         except BadMessage as error:
             self._end(call, error)
             raise
-        if call.inbox.full():
+        if len(call.answers) >= STREAM_ITEMS_MAX:
             self._end(call, BadMessage("a stream of more items than any context has tokens"))
             return
-        call.inbox.put_nowait(answer)
-        if header.kind is Kind.REPLY:
-            self._end(call, None)
+        call.answers.append(answer)
+        call.final = header.kind is Kind.REPLY
+        call.wake()
 
-    def _end(self, call: _Call, error: DangoError | None) -> None:
+    def _end(self, call: _Call, error: DangoError) -> None:
         call.final = True
-        if call.inbox.full():
-            call.inbox.get_nowait()
-        call.inbox.put_nowait(error)
+        call.answers.append(error)
+        call.wake()
 
     def _fail_all(self, error: PeerLost) -> None:
         for call in self._open.values():
