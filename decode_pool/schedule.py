@@ -154,13 +154,15 @@ class Schedule:
     def _make_room(self, sequence: Sequence, hindered: Callable[[Sequence], None]) -> bool:
         """A page for every token of this step, taken from the youngest if need be. False: it was the youngest."""
         missing = pages_for(len(sequence.tokens), self._block_tokens) - len(sequence.pages)
+        if missing <= 0:
+            return True
         while missing > self._pages.free:
             youngest = next(reversed(self._running.values()))
             self._preempt(youngest)
             hindered(youngest)
             if youngest is sequence:
                 return False
-        taken = self._pages.take(max(missing, 0))
+        taken = self._pages.take(missing)
         assert taken is not None
         sequence.pages.extend(taken)
         return True

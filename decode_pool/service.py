@@ -222,9 +222,10 @@ class DecodeService:
         finally:
             self._step_began = None
             self._enough.set()  # if this was cancelled, the engine shall not go on for long
-        self._count(plans, max(map(len, drawn)), clock() - began)
+        over_s = clock() - began
+        self._count(plans, max(map(len, drawn)), over_s)
         for plan, samples in zip(plans, drawn, strict=True):
-            self._apply(plan, samples, clock() - began)
+            self._apply(plan, samples, over_s)
 
     async def _compute(self, plans: list[Plan]) -> list[list[Sampled]]:
         """One step; or a run of them, while nothing but the length of the answers changes."""
