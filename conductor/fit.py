@@ -23,7 +23,7 @@ from statistics import median
 
 Three = tuple[float, float, float]
 
-MEMORY = 200
+MEMORY = 100
 """Samples that are remembered, about, in each direction: noise of a tenth leaves an error of a hundredth."""
 
 RIDGE = 0.01
@@ -36,7 +36,7 @@ LATEST = 15
 WARM = 8
 """Samples until the line is trusted enough to call a sample odd."""
 
-CLIP = 4.0
+CLIP = 3.0
 """A sample further from its prediction than so many mean deviations is pulled back to there."""
 
 DEVIATION_FIRST = 0.25
@@ -46,8 +46,8 @@ DEVIATION_MIN = 0.02
 """The clock and the machine are no better than that."""
 
 DEVIATION_STEP = 0.05
-"""Weight of one sample in the mean deviation. While all samples are clipped it grows by 0.05 * (4 - 1) a sample:
-a machine that has become three times slower is believed after about 20."""
+"""Weight of one sample in the mean deviation. While all samples are clipped it grows by 0.05 * (3 - 1) of itself with
+each: a machine that has become three times slower is believed after about 20."""
 
 SURPRISE = 0.25
 """A mean deviation above this is no noise: the machine is another now, and all that is remembered is doubted."""

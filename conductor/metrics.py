@@ -40,6 +40,9 @@ SECONDS = (
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576)
 
+RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.25, 1.5, 2, 4, 10)
+"""Of a real time to a predicted one: fine where predictions are good, wide enough to see how bad others are."""
+
 REASONS = (
     *("no_prefill", "no_decode", "no_kvcache", "pool_full", "queue_full", "draining", "ttft", "tbt"),
     "other",
@@ -137,6 +140,14 @@ class Metrics:
 
     # --- the judgement
 
+    def predicted_ttft(self, ratio: float) -> None:
+        """A request's real time to first token, divided by the one predicted when it was placed."""
+        self._ttft_ratio.observe(ratio)
+
+    def predicted_tbt(self, ratio: float) -> None:
+        """An answer's real mean time between tokens, divided by the predicted one."""
+        self._tbt_ratio.observe(ratio)
+
     def refused(self, reason: str) -> None:
         """A request was refused, for one of REASONS."""
         self._refusals[reason if reason in self._refusals else "other"].inc()
@@ -211,6 +222,12 @@ class Metrics:
             "dango:request_transfer_time_seconds", "Moving KV to the decode instance."
         )
         self._decode = self._histogram("vllm:request_decode_time_seconds", "From the first token to the last.")
+        self._ttft_ratio = self._histogram(
+            "dango:ttft_prediction_ratio", "Real time to first token over the predicted one.", RATIOS
+        )
+        self._tbt_ratio = self._histogram(
+            "dango:tbt_prediction_ratio", "Real time between tokens over the predicted one.", RATIOS
+        )
         self._hold = self._histogram("dango:hold_time_seconds", "Waiting before the prefill for room in decode.")
         self._prompt_lengths = self._histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self._output_lengths = self._histogram("vllm:request_generation_tokens", "Tokens of a choice.", TOKENS)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
+from conductor.estimate import Estimates
 from conductor.metrics import Metrics
 from conductor.peers import Peers
 from conductor.view import Instance, View
@@ -24,11 +25,14 @@ log = logging.getLogger("dango.registry")
 class Registry:
     """Handlers for the control port, and the loop that gives up the silent."""
 
-    def __init__(self, view: View, peers: Peers, directory: DirectoryLink, metrics: Metrics) -> None:
+    def __init__(
+        self, view: View, peers: Peers, directory: DirectoryLink, metrics: Metrics, estimates: Estimates
+    ) -> None:
         self._view = view
         self._peers = peers
         self._directory = directory
         self._metrics = metrics
+        self._estimates = estimates
 
     def handlers(self) -> Mapping[type[Message], Handler]:
         """What the control port answers."""
@@ -52,12 +56,14 @@ class Registry:
 
     async def report(self, message: Report, ask: Ask) -> Heard:
         """Take in a heartbeat."""
-        known = self._view.report(message.instance, message.incarnation, message.load, _now())
+        now = _now()
+        known = self._view.report(message.instance, message.incarnation, message.load, now)
         if not known:
             return Heard(False, self._view.directory)
         instance = self._view.find(message.instance)
         assert instance is not None
         self._metrics.set_pool_load(instance.pool, instance.name, message.load)
+        self._estimates.learn(instance.pool, instance.kind, instance.incarnation, message.load.timings, now)
         return self._heard(message.instance)
 
     async def leave(self, message: Leave, ask: Ask) -> Heard:

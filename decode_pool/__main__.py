@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from decode_pool.config import DecodeConfig
 from decode_pool.service import DecodeService
 from decode_pool.writeback import WriteBack
-from engine.hosting import host_engine
+from engine.calibrate import calibrate, decode_trials
+from engine.hosting import host_engine, kind_of
 from engine.manifest import open_model
+from engine.pace import Pace
 from kvcache_pool.api import DirectoryLink
 from kvcache_pool.transfer.mover import PoolMover, Reach
 from protocol.ids import SegmentId
@@ -22,11 +24,12 @@ async def serve(config: DecodeConfig) -> None:
     """Load the model, then serve until cancelled."""
     model = open_model(config)
     host = config.host or socket.gethostname()
-    engine = await host_engine(model, config)
+    engine, pace = await host_engine(model, config), Pace()
+    await calibrate(engine, decode_trials(engine, config.batch_max), pace, config.calibrate_s)
     transport = ZmqTransport()
     mover, directory = PoolMover(transport, host, Reach(config.transport)), DirectoryLink(transport)
     writeback = WriteBack(mover, directory)
-    service = DecodeService(engine, mover, writeback, model.manifest, config)
+    service = DecodeService(engine, mover, writeback, model.manifest, config, pace)
 
     async def heard(news: Heard) -> None:
         writeback.near = None if news.home is None else SegmentId(news.home)
@@ -38,7 +41,7 @@ async def serve(config: DecodeConfig) -> None:
     async def write_back(_: str) -> None:
         await writeback.run()
 
-    role = Role(Pool.DECODE, config.instance, new_incarnation(), host, model.manifest)
+    role = Role(Pool.DECODE, config.instance, new_incarnation(), host, model.manifest, kind=kind_of(config))
     work = Work(service.handlers(), service.load, heard, [step, write_back])
     try:
         await run_instance(transport, role, work, listen=config.listen, conductor=config.conductor)

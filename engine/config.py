@@ -63,10 +63,16 @@ class ComputeSettings(ModelSettings):
     queue_max: int = 256
     """Most requests that run, load or wait at once; further ones are refused."""
 
+    kind: str = ""
+    """Equal kinds take equal times for equal work; empty derives one from processor, threads and dtype."""
+
+    calibrate_s: float = 1.0
+    """Time for a few passes at the start, in seconds, from which the first requests are predicted; 0 is none."""
+
     transport: Literal["auto", "tcp"] = "auto"
     """How KV moves: auto takes shared memory on one host and TCP between hosts; or tcp for TCP always."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_positive("queue_max")
-        self._require_not_negative("threads", "pages")
+        self._require_not_negative("threads", "pages", "calibrate_s")

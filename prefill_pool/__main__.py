@@ -4,8 +4,10 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from engine.hosting import host_engine
+from engine.calibrate import calibrate, prefill_trials
+from engine.hosting import host_engine, kind_of
 from engine.manifest import open_model
+from engine.pace import Pace
 from kvcache_pool.api import DirectoryLink
 from kvcache_pool.transfer.mover import PoolMover, Reach
 from prefill_pool.config import PrefillConfig
@@ -20,10 +22,11 @@ async def serve(config: PrefillConfig) -> None:
     """Load the model, then serve until cancelled."""
     model = open_model(config)
     host = config.host or socket.gethostname()
-    engine = await host_engine(model, config)
+    engine, pace = await host_engine(model, config), Pace()
+    await calibrate(engine, prefill_trials(engine, config.chunk_tokens), pace, config.calibrate_s)
     transport = ZmqTransport()
     mover, directory = PoolMover(transport, host, Reach(config.transport)), DirectoryLink(transport)
-    service = PrefillService(engine, mover, directory, config)
+    service = PrefillService(engine, mover, directory, config, pace)
 
     async def heard(news: Heard) -> None:
         """Nothing to learn: each request says where its directory is."""
@@ -31,7 +34,7 @@ async def serve(config: PrefillConfig) -> None:
     async def step(_: str) -> None:
         await service.step_forever()
 
-    role = Role(Pool.PREFILL, config.instance, new_incarnation(), host, model.manifest)
+    role = Role(Pool.PREFILL, config.instance, new_incarnation(), host, model.manifest, kind=kind_of(config))
     work = Work(service.handlers(), service.load, heard, [step])
     try:
         await run_instance(transport, role, work, listen=config.listen, conductor=config.conductor)

@@ -48,6 +48,8 @@ class Job:
         self.computed_at = 0.0
         self.load_s = 0.0
         """From the first read of the prefix to its last layer's arrival."""
+        self.waited_s = 0.0
+        """How long passes have waited for the prefix to arrive: time in which nothing was computed."""
         self.error: Exception | None = None
         """Why computing ended early."""
         self.idle = asyncio.Event()
@@ -104,7 +106,7 @@ class Job:
         tokens = self._message.tokens[chunk.start : chunk.end]
         run = self._engine.begin([Row(tokens, chunk.start, self.prompt.pages, last)])
         for layer, arrived in enumerate(self._arrived):
-            await arrived.wait()
+            await self._until(arrived)
             if self.stopped:
                 return
             await run.layer(layer)
@@ -113,6 +115,13 @@ class Job:
         if chunk.last:
             self.first = drawn[0]
             self.end()
+
+    async def _until(self, arrived: asyncio.Event) -> None:
+        if not arrived.is_set():
+            clock = asyncio.get_running_loop().time
+            began = clock()
+            await arrived.wait()
+            self.waited_s += clock() - began
 
     def end(self, error: Exception | None = None) -> None:
         """No more chunks will be computed."""

@@ -115,6 +115,7 @@ class PrefillService:
     async def _compute(self, job: Job, chunk: Chunk) -> None:
         clock = asyncio.get_running_loop().time
         self._step_began = began = clock()
+        waited_s = job.waited_s
         job.idle.clear()
         try:
             await job.compute(chunk)
@@ -126,7 +127,8 @@ class PrefillService:
         else:
             if not job.stopped:
                 self._schedule.advance(chunk)
-                self._pace.count(chunk.end - chunk.start, chunk.start, clock() - began)
+                computing_s = clock() - began - (job.waited_s - waited_s)
+                self._pace.count(chunk.end - chunk.start, chunk.start, computing_s)
         finally:
             self._step_began = None
             job.idle.set()

@@ -41,7 +41,10 @@ class Member:
         try:
             while True:
                 try:
-                    known = await (self._report() if known else self._register())
+                    if not known:
+                        await self._register()
+                        failures = 0
+                    known = await self._report()  # at once after registering: it says how fast this instance is
                     failures = 0
                 except RemoteError:
                     raise
@@ -53,11 +56,10 @@ class Member:
         finally:
             await self._leave()
 
-    async def _register(self) -> bool:
+    async def _register(self) -> None:
         welcome = await self._client.call(self._identity, Welcome, within_s=REGISTRY_S)
         log.info("registered", extra={"instance": self._identity.instance})
         await self._heard(welcome.heard)
-        return True
 
     async def _report(self) -> bool:
         report = Report(self._identity.instance, self._identity.incarnation, self._load())

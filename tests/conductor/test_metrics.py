@@ -56,6 +56,8 @@ def test_all_series_are_there_from_the_start_and_finite() -> None:
         "dango:instances_up",
         "dango:blocks",
         "dango:bad_frames_total",
+        "dango:ttft_prediction_ratio_bucket",
+        "dango:tbt_prediction_ratio_bucket",
         "dango:refusals_total",
         "dango:held_requests",
         "dango:held_tokens",
@@ -233,3 +235,12 @@ async def test_the_endpoint_speaks_prometheus(tokenizer: Tokenizer) -> None:
         assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         names = {family.name for family in text_string_to_metric_families(await response.text())}
     assert "vllm:time_to_first_token_seconds" in names
+
+
+def test_how_good_predictions_were_is_told_as_a_ratio() -> None:
+    metrics = Metrics("tiny")
+    metrics.predicted_ttft(1.5)
+    metrics.predicted_tbt(0.5)
+    assert value(metrics, "dango:ttft_prediction_ratio_sum") == 1.5
+    assert value(metrics, "dango:ttft_prediction_ratio_bucket", le="1.25") == 0
+    assert value(metrics, "dango:tbt_prediction_ratio_bucket", le="0.5") == 1

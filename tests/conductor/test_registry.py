@@ -6,8 +6,17 @@ import time
 import zmq
 import zmq.asyncio
 
-from protocol.registry import DEAD_AFTER_S, Pool
+from conductor.estimate import Estimates
+from conductor.metrics import Metrics
+from conductor.peers import Peers
+from conductor.registry import Registry
+from kvcache_pool.api import DirectoryLink
+from protocol.ids import Incarnation
+from protocol.registry import DEAD_AFTER_S, Load, Pool, Report, Timing
+from protocol.rpc import Ask
+from protocol.zmq_transport import ZmqTransport
 from tests.cluster import Listener, a_cluster, an_ask
+from tests.conductor.test_view import a_view, the
 from tests.fakes import foretell
 
 PROMPT = [(11 * i) % 101 for i in range(22)]
@@ -71,3 +80,19 @@ async def test_an_instance_whose_connection_breaks_leaves_the_gauges_too():
         await cluster.kill("decode-0")
         await asyncio.gather(task, return_exceptions=True)
         assert cluster.metrics.registry.get_sample_value("dango:instances_up", up) == 0
+
+
+async def test_a_report_teaches_how_long_passes_take_and_one_of_an_unknown_life_does_not():
+    transport, estimates = ZmqTransport(), Estimates()
+    try:
+        view = a_view("decode-0")
+        instance = the(view, "decode-0")
+        registry = Registry(view, Peers(transport), DirectoryLink(transport), Metrics("fake"), estimates)
+        load, ask = Load(timings=[Timing(1, 4, 100, 0.5)]), Ask([], 1.0, registry.report)
+        assert not (await registry.report(Report(instance.name, Incarnation("other"), load), ask)).known
+        assert estimates.fresh(Pool.DECODE, instance.kind, asyncio.get_running_loop().time()) == 0
+        assert (await registry.report(Report(instance.name, instance.incarnation, load), ask)).known
+        assert estimates.fresh(Pool.DECODE, instance.kind, asyncio.get_running_loop().time()) == 1
+        assert abs(estimates.step_s(instance.kind, 4, 100) - 0.5) < 0.01
+    finally:
+        transport.close()

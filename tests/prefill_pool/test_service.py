@@ -134,6 +134,22 @@ async def test_a_layer_waits_for_its_own_prefix_however_late_it_lands():
         assert await bench.prefill(a_prefill(PROMPT, reuse=4)) == foretell(PROMPT, 1)
 
 
+async def test_a_pass_is_timed_without_its_wait_for_the_prefix():
+    class Slow(MemoryMover):
+        async def read(self, layer, grants, out, pages, priority):  # type: ignore[no-untyped-def]
+            await asyncio.sleep(0.2 if grants else 0.0)
+            return await super().read(layer, grants, out, pages, priority)
+
+    async with a_bench(mover=Slow()) as bench:
+        await bench.prefill(a_prefill(PROMPT))
+        cold = bench.service.load().timings
+        assert [(timing.step, timing.tokens, timing.context) for timing in cold] == [(2, 8, 8), (3, 6, 16)]
+        done = await bench.service.prefill(a_prefill(PROMPT, reuse=4), an_ask())
+        (warm,) = bench.service.load().timings
+        assert (warm.step, warm.tokens, warm.context) == (4, 6, 16)
+        assert warm.seconds < done.load_s
+
+
 HOME = SegmentId("home")
 COPIES = [Copy(source, Grant(HOME, 9 - source, 1)) for source in (1, 2, 4)]
 """Of the second, third and fifth block of PROMPT."""

@@ -10,7 +10,7 @@ from protocol.errors import PeerLost
 from protocol.ids import Incarnation, InstanceId
 from protocol.membership import Member
 from protocol.message import Message
-from protocol.registry import Heard, Load, Pool, Register, Welcome
+from protocol.registry import Heard, Load, Pool, Register, Report, Welcome
 from protocol.rpc import Client
 from protocol.zmq_transport import ZmqTransport
 from tests.fakes import MANIFEST
@@ -64,3 +64,40 @@ async def test_a_conductor_that_stays_away_is_warned_of(caplog: pytest.LogCaptur
 
 async def test_an_answer_between_two_failures_forgives_the_first(caplog: pytest.LogCaptureFixture) -> None:
     assert await warnings_of([False, True], caplog) == ["the conductor does not answer: gone"]
+
+
+class Willing(Client):
+    """Answers everything, and remembers what was said."""
+
+    said: list[Message]
+    reported: asyncio.Event
+
+    async def call(self, message: Message, *_: Any, **__: Any) -> Any:
+        self.said.append(message)
+        if isinstance(message, Register):
+            return Welcome(Heard(True, None))
+        if isinstance(message, Report):
+            self.reported.set()
+        return Heard(True, None)
+
+
+async def test_the_first_report_follows_the_registration_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says how fast the instance is: the Conductor should know before it places anything there."""
+    monkeypatch.setattr("protocol.membership.REPORT_EVERY_S", 3600.0)
+
+    async def heard(_: Heard) -> None:
+        return None
+
+    identity = Register(InstanceId("decode-0"), Incarnation("one"), Pool.DECODE, "ipc://x", "here", MANIFEST)
+    transport = ZmqTransport()
+    try:
+        client = Willing(transport, "ipc:///nowhere")
+        client.said, client.reported = [], asyncio.Event()
+        task = asyncio.create_task(Member(client, identity, Load, heard).run())
+        async with asyncio.timeout(10):
+            await client.reported.wait()
+        assert [type(message) for message in client.said] == [Register, Report]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    finally:
+        transport.close()
