@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from simulator.record import Series
-from simulator.report import QUANTILES, report_of
+from conductor.ask import Priority
+from simulator.record import Outcome, Series
+from simulator.report import QUANTILES, WARM_S, report_of
 from simulator.setup import Setup
 from tests.simulator.reports import a_report
 
@@ -21,6 +22,15 @@ def test_distributions_run_from_least_to_most() -> None:
     assert len(ttft) == QUANTILES
     assert (ttft[0], ttft[-1]) == pytest.approx((1.2, 10.0))
     assert ttft == sorted(ttft)
+
+
+def test_the_swing_leaves_out_how_a_run_begins_and_ends() -> None:
+    outcomes = [Outcome(at_s, 100, 1, Priority.INTERACTIVE, at_s + 1) for at_s in (0.0, 150.0)]
+    series = Series()
+    for second in range(200):
+        series.sample(second, (0.5 if WARM_S <= second < 150 else 8.0, 0.5), 1, 1, 0, 0, 0.0)
+    assert series.swing() > 1
+    assert report_of(Setup(), outcomes, series)["swing"] == pytest.approx(0.0, abs=1e-9)
 
 
 def test_a_run_of_nothing_is_a_report_too() -> None:
