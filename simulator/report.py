@@ -16,8 +16,8 @@ QUANTILES = 201
 
 
 WARM_S = 60.0
-"""Of the start, left out of `swing`, as is what comes after the last arrival: pools that fill once and empty once do
-not swing."""
+"""Of the start, left out of `swing`, as is what comes after the last arrival: pools that fill once and empty once
+do not swing."""
 
 
 def report_of(setup: Setup, outcomes: Sequence[Outcome], series: Series) -> Report:

@@ -130,3 +130,26 @@ def test_hit_rates_are_those_known(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_hit_rate_that_is_not_the_known_one_is_told() -> None:
     row = {"capacity": 1000, "rate": 0.1, "known": 0.045, "agrees": False}
     assert hit_rates.table({"traces": {"conversation": [row]}}).splitlines()[-1].split()[-1] == "NO"
+
+
+def test_equal_runs_give_equal_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "run",
+        "--poisson",
+        "2",
+        "--limit",
+        "12",
+        "--prefill",
+        "2",
+        "--decode",
+        "2",
+        "--seed",
+        "5",
+        "--json",
+        "-",
+    ]
+    assert command.main(words) == 0
+    first = capsys.readouterr().out
+    assert json.loads(first)["summary"]["requests"] == 12
+    assert command.main(words) == 0
+    assert capsys.readouterr().out == first
