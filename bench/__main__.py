@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import load, overlap, reuse, start, tax
+from bench import estimates, load, overlap, reuse, start, tax
 from bench.client import StreamFailed
 from bench.machine import machine_facts, watched
 from bench.report import Row, facts, table
@@ -81,6 +81,7 @@ ABOUTS = {
     "tax": tax.ABOUT,
     "reuse": reuse.ABOUT,
     "overlap": overlap.ABOUT,
+    "estimates": estimates.ABOUT,
     "load": load.ABOUT,
 }
 
@@ -99,6 +100,7 @@ def _benchmarks(setup: Setup, arguments: argparse.Namespace) -> Mapping[str, Mea
         "tax": lambda: tax.run(setup),
         "reuse": lambda: reuse.run(setup),
         "overlap": lambda: overlap.run(setup),
+        "estimates": lambda: estimates.run(setup),
         "load": lambda: load.run(setup, wanted, arguments.url),
     }
 
@@ -115,10 +117,10 @@ def _setup(arguments: argparse.Namespace) -> Setup:
 
 
 def _parser() -> argparse.ArgumentParser:
-    listed = "".join(f"  {name:<8}{about}\n" for name, about in ABOUTS.items())
+    listed = "".join(f"  {name:<11}{about}\n" for name, about in ABOUTS.items())
     parser = argparse.ArgumentParser(
         "python -m bench",
-        description=ABOUT + listed + "  all     these, one after another",
+        description=ABOUT + listed + "  all        these, one after another",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -79,13 +79,14 @@ async def calibrate(engine: Engine, trials: Sequence[Trial], pace: Pace, within_
         start = clock()
         if start + token_s * trial.tokens > began + within_s:
             break
-        await _run(engine, trial)
+        await run_trial(engine, trial)
         seconds = clock() - start
         pace.count(trial.tokens, trial.context, seconds, clean=trial.clean)
         token_s = seconds / trial.tokens  # the next is no slower in each token: sizes grow
 
 
-async def _run(engine: Engine, trial: Trial) -> None:
+async def run_trial(engine: Engine, trial: Trial) -> None:
+    """One pass, driven as an instance would drive it. Raises what the engine raises."""
     if not trial.layerwise:
         await engine.step(trial.rows)
         return

@@ -62,6 +62,13 @@ def test_storing_is_measured_on_both_sides(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.cluster
+def test_predictions_are_compared_with_what_they_predicted(model: Path, tmp_path: Path) -> None:
+    rows = measured(model, tmp_path, "estimates")
+    assert list(rows) == ["error of predicted prefill passes", "error of predicted decode steps"]
+    assert all(row["measured"]["count"] > 1 and row["measured"]["low"] >= 0 for row in rows.values())
+
+
+@pytest.mark.cluster
 def test_the_start_and_the_memory_of_every_process_are_measured(model: Path, tmp_path: Path) -> None:
     rows = measured(model, tmp_path, "start")
     assert 0 < rows["start to ready"]["measured"]["median"] < 100
@@ -84,7 +91,7 @@ def test_the_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert end.value.code == 0
     told = capsys.readouterr().out
-    for word in ("tax", "reuse", "overlap", "start", "load", "all", "--json", "examples"):
+    for word in ("tax", "reuse", "overlap", "start", "estimates", "load", "all", "--json", "examples"):
         assert word in told
 
 
