@@ -30,7 +30,7 @@ async def serve(config: ConductorConfig) -> None:
     """Serve until cancelled; then refuse newcomers and let running requests end, up to `drain_s`."""
     model = open_model(config)
     transport, metrics = ZmqTransport(), Metrics(model.manifest.model)
-    view, peers, directory = View(model.manifest), Peers(transport), DirectoryLink(transport)
+    view, peers, directory = View(model.manifest, config.report_s), Peers(transport), DirectoryLink(transport)
     admission = Admission(view, metrics, config, random.Random())
     registry = Registry(view, peers, directory, metrics, admission.estimates)
     dispatcher = Dispatcher(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from conductor.admit import Candidate, Gate, Rules, Verdict, pool_load
 from conductor.admitted import Admitted, Wanted
-from conductor.ask import NO_LIMITS, Limits, Refusal, Refused
+from conductor.ask import Limits, Refusal, Refused
 from conductor.config import ConductorConfig
 from conductor.estimate import Estimates
 from conductor.lengths import Lengths
@@ -122,6 +122,7 @@ class Admission:
 
     async def admit(self, wanted: Wanted, lookup: Callable[[], Awaitable[Found]]) -> Admitted:
         """Judge; hold if need be. Enter the returned context manager at once. Raises Refused."""
+        self.gate.observe_prompt(wanted.prompt.tokens)
         found, held = await lookup(), _held(wanted)
         if wanted.promised or self._line.may_pass(held, _now()):
             admitted = self._judge(wanted, found, held)
@@ -139,7 +140,7 @@ class Admission:
         candidate = Candidate(
             wanted.prompt.tokens,
             wanted.priority,
-            NO_LIMITS if wanted.promised else wanted.limits,
+            wanted.limits,
             wanted.arrived_at,
             plan.queue_s,
             plan.work_s,
@@ -147,7 +148,8 @@ class Admission:
             len(wanted.choices),
             held.key in self._line,
         )
-        judgement = self.gate.judge(candidate, self._view, self.estimates, self.lengths, now)
+        judge = self.gate.best if wanted.promised else self.gate.judge
+        judgement = judge(candidate, self._view, self.estimates, self.lengths, now)
         if judgement.verdict is Verdict.HOLD:
             return None
         if judgement.verdict is Verdict.REFUSE:
@@ -222,9 +224,9 @@ class Admission:
     def _offer(self, admitted: Admitted, choice: int) -> Instance | None:
         """Give the choice a decode instance, and enter it there; None if it must wait. Raises Refused."""
         wanted, now = admitted.wanted, _now()
-        limits = NO_LIMITS if wanted.promised else wanted.limits
-        candidate = Candidate(wanted.prompt.tokens, wanted.priority, limits, wanted.arrived_at)
-        judgement = self.gate.hand_over(candidate, self._view, self.estimates, self.lengths, now)
+        candidate = Candidate(wanted.prompt.tokens, wanted.priority, wanted.limits, wanted.arrived_at)
+        judge = self.gate.best if wanted.promised else self.gate.hand_over
+        judgement = judge(candidate, self._view, self.estimates, self.lengths, now)
         if judgement.verdict is Verdict.HOLD:
             return None
         if judgement.verdict is Verdict.REFUSE:
@@ -246,12 +248,22 @@ class Admission:
                 computed.told.set_result(instance)
             self._computed.remove(computed)
 
+    def joined(self, admitted: Admitted, choice: int) -> float:
+        """Its KV has arrived, and it decodes from now on. Returns what a step there is predicted to take now."""
+        instance = admitted.joined(choice)
+        return self.estimates.step(instance.kind).at(*instance.batch)
+
     def ended(self, admitted: Admitted, choice: int, tokens: int) -> None:
         """An answer is complete, with so many tokens: what is known of lengths grows by one."""
         stream = admitted.stream(choice)
         if stream is not None and stream.joined_at is not None:
             self.gate.observe_residence(_now() - stream.joined_at)
         self.lengths.observe(admitted.wanted.priority, tokens, _now())
+        admitted.gone(choice)
+
+    def cut(self, admitted: Admitted, choice: int, tokens: int) -> None:
+        """An answer ended before its time, after so many tokens: its client left, or its instance died."""
+        self.lengths.censored(admitted.wanted.priority, tokens)
         admitted.gone(choice)
 
     def _show_line(self) -> None:

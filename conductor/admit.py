@@ -16,7 +16,7 @@ from enum import Enum
 
 from conductor.ask import Limits, Priority, Refusal
 from conductor.estimate import Estimates
-from conductor.forecast import PRESENCES, Forecast, Outlook, Presence, survival
+from conductor.forecast import PRESENCES, STALE_REPORTS, Forecast, Outlook, Presence, survival
 from conductor.lengths import Lengths
 from conductor.view import Instance, View
 from protocol.registry import Pool
@@ -209,6 +209,13 @@ class Gate:
         tested = self._outlook(scene, PRESENCES[AT_DECODE], now).rank(view.of(Pool.DECODE), estimates)
         return self._decide(scene, tested, hold=not self._late(scene))
 
+    def best(
+        self, candidate: Candidate, view: View, estimates: Estimates, lengths: Lengths, now: float
+    ) -> Judgement:
+        """Where it decodes best, whatever the limits: part of its answer is out, so it is served to its end."""
+        scene = _Scene(candidate, view, estimates, lengths, now)
+        return _admit(scene, self._ranked(scene))
+
     # --- the tests
 
     def _decide(self, scene: _Scene, tested: list[Forecast], *, hold: bool) -> Judgement:
@@ -268,6 +275,7 @@ class Gate:
             reserve=reserve,
             z=rules.z if reserve else 0.0,
             residence_s=residence_s,
+            stale_s=STALE_REPORTS * scene.view.report_s,
         )
 
     def _ranked(self, scene: _Scene) -> list[Forecast]:
@@ -353,5 +361,5 @@ def pool_load(view: View, estimates: Estimates, pool: Pool, limits: Limits, now:
 
 def _step_s(instance: Instance, estimates: Estimates) -> float:
     """Of a step with what the ledger says runs there; 0 of an idle instance."""
-    contexts = [s.context + s.said for s in instance.streams.values() if s.joined_at is not None]
-    return estimates.step(instance.kind).at(len(contexts), sum(contexts)) if contexts else 0.0
+    rows, context = instance.batch
+    return estimates.step(instance.kind).at(rows, context) if rows else 0.0

@@ -87,9 +87,11 @@ class Admitted:
         self._decodes[choice] = instance
         self._view.enter(instance, self._key(choice), stream)
 
-    def joined(self, choice: int) -> None:
-        """Its KV is there: it decodes from now on."""
-        self._view.joined(self._decodes[choice], self._key(choice), self._clock())
+    def joined(self, choice: int) -> Instance:
+        """Its KV is there: it decodes from now on. Returns where."""
+        instance = self._decodes[choice]
+        self._view.joined(instance, self._key(choice), self._clock())
+        return instance
 
     def said(self, choice: int, tokens: int) -> None:
         """So many more of its tokens have come."""

@@ -25,6 +25,9 @@ class ConductorConfig(ModelSettings):
     request_s: float = 600.0
     """Deadline of a request from its arrival, in seconds."""
 
+    report_s: float = 0.5
+    """How often instances report to the Conductor, in seconds; one that misses six reports is given up."""
+
     drain_s: float = 5.0
     """How long running requests may go on after the Conductor was told to stop, in seconds."""
 
@@ -97,7 +100,7 @@ class ConductorConfig(ModelSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_positive("in_flight_max", "request_s", "keep_alive_s")
+        self._require_positive("in_flight_max", "request_s", "keep_alive_s", "report_s")
         self._require_not_negative("drain_s", "balancing_threshold")
         self._require_not_negative("ttft_limit_s", "tbt_limit_s", "batch_ttft_limit_s", "batch_tbt_limit_s")
         self._require_not_negative("reserve_z", "margin", "samples_min", "residence_s", "overtaken_max")

@@ -9,25 +9,26 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from conductor.admission import Admission
 from conductor.admitted import Admitted, Wanted
 from conductor.ask import Ask, Failed, Readiness, Refusal, Refused, Reply
-from conductor.lease import HeldLease, Room
+from conductor.job import Choice, Job, Placed
+from conductor.lease import Countdown, HeldLease, Room
 from conductor.metrics import Metrics
 from conductor.peers import Peers
 from conductor.place import Placement, Prompt
 from conductor.registry import Registry
 from conductor.view import Instance, View
 from decode_pool.api import Decode, DecodeBusy, Ended, Joined, Tokens
-from engine.api import Sampled, Sampling
+from engine.api import Sampled
 from engine.ending import end_of
-from kvcache_pool.api import Acquire, DirectoryLink, Found, Grant, Lease, LeaseLost, PoolFull, new_lease
+from kvcache_pool.api import Acquire, DirectoryLink, Found, Grant, LeaseLost, PoolFull, new_lease
 from prefill_pool.api import Prefill, PrefillBusy, Prefilled, PrefixLost, StoreLost
 from protocol.blocks import block_hashes
 from protocol.errors import Abandoned, BadMessage, DangoError, DeadlineExceeded, PeerLost
-from protocol.ids import BlockHash, Ids, RequestId, token_ids
+from protocol.ids import BlockHash, Ids, RequestId
 from protocol.message import Message
 from protocol.tasks import together
 
@@ -44,49 +45,6 @@ BUSY = (PoolFull, PrefillBusy, DecodeBusy)
 """Refusals of an instance that is full."""
 
 log = logging.getLogger("dango.dispatch")
-
-
-@dataclass
-class Choice:
-    """One answer to the prompt, as far as it has come."""
-
-    index: int
-    sampling: Sampling
-    output: Ids = field(default_factory=token_ids)
-    ended: bool = False
-
-
-@dataclass
-class Job:
-    """A request under way: what was asked, who hears the answer, and when it must be over."""
-
-    ask: Ask
-    reply: Reply
-    ends_at: float
-    request: RequestId
-    """What instances know it by; each choice that is placed again is a request of its own to them."""
-    reused_tokens: int = 0
-
-    @property
-    def arrived_at(self) -> float:
-        """When its client asked."""
-        return self.ends_at - self.ask.within_s
-
-    @property
-    def left_s(self) -> float:
-        """Seconds left of the deadline."""
-        return max(self.ends_at - asyncio.get_running_loop().time(), 0.0)
-
-
-@dataclass(frozen=True)
-class Placed:
-    """An admitted request with its lease, and the request's tokens and block names under it."""
-
-    admitted: Admitted
-    held: HeldLease
-    lease: Lease
-    tokens: Ids
-    blocks: list[BlockHash]
 
 
 class Dispatcher:
@@ -189,7 +147,7 @@ class Dispatcher:
                 if not wanted.promised:
                     job.reused_tokens = prefilled.reused_tokens
                     job.reply.prefilled(prefilled.reused_tokens)
-                joining = _Countdown(len(choices), held)
+                joining = Countdown(len(choices), held)
                 firsts = zip(choices, prefilled.first, strict=True)
                 await together(self._follow(job, c, first, placed, joining) for c, first in firsts)
 
@@ -244,30 +202,44 @@ class Dispatcher:
         self._metrics.observe_store_wait(prefilled.store_wait_s)
         return prefilled
 
-    async def _follow(
-        self, job: Job, choice: Choice, first: Sampled, placed: Placed, joining: "_Countdown"
-    ) -> None:
+    async def _follow(self, job: Job, choice: Choice, first: Sampled, placed: Placed, joining: Countdown) -> None:
         """One choice from its first token to its end."""
+        try:
+            instance = await self._begin(job, choice, first, placed)
+            if instance is None:
+                joining.one()
+            else:
+                await self._go_on(job, choice, instance, placed, joining)
+        except BaseException:
+            self._admission.cut(placed.admitted, choice.index, len(choice.output))
+            raise
+        self._admission.ended(placed.admitted, choice.index, len(choice.output))
+
+    async def _begin(self, job: Job, choice: Choice, first: Sampled, placed: Placed) -> Instance | None:
+        """Send the first token. Returns the decode instance that goes on; None if the answer ends with it.
+
+        Where it goes on is settled before: until the client has its first token, it can still be refused.
+        """
         said = Tokens([first.token], [] if choice.sampling.logprobs is None else [first], 0.0)
         over = end_of(choice.sampling, choice.output + Ids("I", said.tokens)) is not None
-        admitted = placed.admitted
-        if not over:
-            instance = await self._admission.hand_over(admitted, choice.index)
-        if not choice.output and not admitted.wanted.promised:
-            self._metrics.predicted_ttft((_now() - admitted.began_at) / admitted.plan.ttft_s)
-        if await self._emit(job, choice, said) or await self._end_if_over(job, choice):
-            self._admission.ended(admitted, choice.index, len(choice.output))
-            return joining.one()
-        began = _now()
-        message = self._decode(job, choice, placed)
+        instance = None if over else await self._admission.hand_over(placed.admitted, choice.index)
+        if not placed.admitted.wanted.promised:
+            self._metrics.predicted_ttft((_now() - placed.admitted.began_at) / placed.admitted.plan.ttft_s)
+        ended = await self._emit(job, choice, said) or await self._end_if_over(job, choice)
+        return None if ended else instance
+
+    async def _go_on(
+        self, job: Job, choice: Choice, instance: Instance, placed: Placed, joining: Countdown
+    ) -> None:
+        """Decode, from the second token on."""
+        began, message = _now(), self._decode(job, choice, placed)
         async with (
             self._watched(instance),
             self._peers.of(instance).stream(message, within_s=job.left_s) as stream,
         ):
             async for answer in stream:
-                if await self._advance(job, choice, answer.message, admitted, joining):
+                if await self._advance(job, choice, answer.message, placed.admitted, joining):
                     break
-        self._admission.ended(admitted, choice.index, len(choice.output))
         self._metrics.observe_decode(_now() - began)
 
     def _decode(self, job: Job, choice: Choice, placed: Placed) -> Decode:
@@ -286,17 +258,20 @@ class Dispatcher:
         )
 
     async def _advance(
-        self, job: Job, choice: Choice, item: Message, admitted: Admitted, joining: "_Countdown"
+        self, job: Job, choice: Choice, item: Message, admitted: Admitted, joining: Countdown
     ) -> bool:
         """Take in one item of a decode stream. True: nothing more is wanted of it."""
         match item:
             case Joined():
                 self._metrics.observe_transfer(item.queue_s + item.load_s)
-                admitted.joined(choice.index)
+                choice.step_s = self._admission.joined(admitted, choice.index)
                 joining.one()
                 return False
             case Tokens():
                 admitted.said(choice.index, len(item.tokens))
+                if choice.step_s:
+                    self._metrics.predicted_tbt(item.over_s / len(item.tokens) / choice.step_s)
+                    choice.step_s = 0.0
                 return await self._emit(job, choice, item)
             case Ended():
                 choice.ended = True
@@ -374,20 +349,6 @@ class Dispatcher:
             self._in_flight -= 1
             if not self._in_flight:
                 self._idle.set()
-
-
-class _Countdown:
-    """Gives a lease back as soon as the last of so many choices needs it no more."""
-
-    def __init__(self, count: int, held: HeldLease) -> None:
-        self._left = count
-        self._held = held
-
-    def one(self) -> None:
-        """One choice has its KV, or needs none."""
-        self._left -= 1
-        if self._left == 0:
-            self._held.give_back()  # on its own: no token waits for the directory
 
 
 def _refused(refusal: Refusal, choices: list[Choice]) -> Refused | Failed:

@@ -21,8 +21,8 @@ from conductor.lengths import Tail
 from conductor.view import Instance, Stream
 from protocol.registry import REPORT_EVERY_S
 
-STALE_S = 3 * REPORT_EVERY_S
-"""A report older than this (two are missing) says nothing of what runs now: the ledger alone is believed then."""
+STALE_REPORTS = 3
+"""A report older than so many (two are missing) says nothing of what runs now: only the ledger is believed then."""
 
 CANDIDATES_MAX = 8
 """Exact forecasts in one decision. Those that a rough sum ranks below the eighth do not win in the exact one."""
@@ -130,12 +130,14 @@ class Outlook:
     z: float = 0.0
     """Standard deviations that are added to what is expected."""
     residence_s: float = math.inf
+    stale_s: float = STALE_REPORTS * REPORT_EVERY_S
+    """A report older than this says nothing."""
 
     def of(self, instance: Instance, line: StepLine) -> Forecast:
         """The forecast for one instance."""
         moment = Moment(self.now, self.at, _pace(instance, line), self.interactive, self.batch, self.residence_s)
         rows, tokens, variance, tokens_variance, promised_s = self._sums(instance, line, moment)
-        if instance.foreign and self.now - instance.heard_at <= STALE_S:
+        if instance.foreign and self.now - instance.heard_at <= self.stale_s:
             rows += instance.foreign
             tokens += instance.foreign * instance.load.context_tokens / max(instance.load.running, 1)
         alone = rows == 0.0

@@ -105,3 +105,17 @@ class HeldLease:
                 return
             except DangoError as error:
                 log.warning("a lease was not renewed: %s", error, extra={"request": self._ask.owner})
+
+
+class Countdown:
+    """Gives a lease back as soon as the last of so many choices needs it no more."""
+
+    def __init__(self, count: int, held: HeldLease) -> None:
+        self._left = count
+        self._held = held
+
+    def one(self) -> None:
+        """One choice has its KV, or needs none."""
+        self._left -= 1
+        if self._left == 0:
+            self._held.give_back()  # on its own: no token waits for the directory

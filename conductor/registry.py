@@ -17,7 +17,7 @@ from protocol.registry import GetManifest, Heard, Leave, Register, Report, Welco
 from protocol.rpc import Ask, Handler, handler
 
 EXPIRE_EVERY_S = 0.5
-"""How often silence is looked for; small against DEAD_AFTER_S."""
+"""How often silence is looked for; small against the time after which an instance is dead."""
 
 log = logging.getLogger("dango.registry")
 
@@ -59,7 +59,7 @@ class Registry:
         now = _now()
         known = self._view.report(message.instance, message.incarnation, message.load, now)
         if not known:
-            return Heard(False, self._view.directory)
+            return Heard(False, self._view.directory, report_s=self._view.report_s)
         instance = self._view.find(message.instance)
         assert instance is not None
         self._metrics.set_pool_load(instance.pool, instance.name, message.load)
@@ -105,7 +105,7 @@ class Registry:
     def _heard(self, name: InstanceId) -> Heard:
         instance = self._view.find(name)
         home = None if instance is None else self._view.home(instance)
-        return Heard(True, self._view.directory, home)
+        return Heard(True, self._view.directory, home, self._view.report_s)
 
 
 def _now() -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from conductor.ask import Priority
 from protocol.cluster import Manifest, Mismatch
 from protocol.ids import Incarnation, InstanceId, RequestId, SegmentId
-from protocol.registry import DEAD_AFTER_S, Load, Pool, Register, Superseded
+from protocol.registry import DEAD_AFTER_REPORTS, REPORT_EVERY_S, Load, Pool, Register, Superseded
 
 DEAD_MAX = 256
 """Ended incarnations that are remembered, so that a late message of theirs is told from a newcomer's."""
@@ -82,6 +82,14 @@ class Instance:
         return sum(prompt.seconds for prompt in self.prompts.values()) - done
 
     @property
+    def batch(self) -> tuple[int, int]:
+        """Sequences that decode here, and tokens of their context, as far as the ledger knows."""
+        contexts = [
+            stream.context + stream.said for stream in self.streams.values() if stream.joined_at is not None
+        ]
+        return len(contexts), sum(contexts)
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is placed here."""
         return not self.prompts and not self.streams
@@ -90,8 +98,10 @@ class Instance:
 class View:
     """All living instances. Mutates: register, report, leave, expire, give_up, and the ledger's enter to sent."""
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, report_s: float = REPORT_EVERY_S) -> None:
         self.manifest = manifest
+        self.report_s = report_s
+        """How often instances are asked to report."""
         self.sending: dict[SegmentId, int] = {}
         """Bytes of fetched prefixes that are on their way, by the segment that sends them."""
         self._instances: dict[InstanceId, Instance] = {}
@@ -152,8 +162,8 @@ class View:
         return self._end(instance)
 
     def expire(self, now: float) -> list[Instance]:
-        """Give up those not heard of for DEAD_AFTER_S. One that was only slow may register again."""
-        silent = [i for i in self._instances.values() if now - i.heard_at > DEAD_AFTER_S]
+        """Give up those that missed DEAD_AFTER_REPORTS reports. One that was only slow may register again."""
+        silent = [i for i in self._instances.values() if now - i.heard_at > DEAD_AFTER_REPORTS * self.report_s]
         for instance in silent:
             del self._instances[instance.name]
         if silent:

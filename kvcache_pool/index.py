@@ -33,8 +33,12 @@ segment's membership, can have granted and not yet written. 64 bits hold four bi
 class Index:
     """All blocks of the pool. Every method but `find`, `replicas`, `stats` and `check` mutates."""
 
-    def __init__(self, copies_share: float = KVCacheConfig.copies_share) -> None:
-        """`copies_share`, from 0 to 1, is how much of a segment may hold copies."""
+    def __init__(
+        self, copies_share: float = KVCacheConfig.copies_share, silent_s: float = SEGMENT_SILENT_S
+    ) -> None:
+        """`copies_share`, from 0 to 1, is how much of a segment may hold copies. A segment that has not announced
+        itself for `silent_s` is given up."""
+        self._silent_s = silent_s
         self._copies_share = copies_share
         self._segments: dict[SegmentId, Slots] = {}  # in the order of joining, which breaks ties
         self._replicas: dict[BlockHash, dict[SegmentId, Block]] = {}
@@ -66,7 +70,7 @@ class Index:
 
     def silent(self, now: float) -> list[SegmentId]:
         """Drop the segments that have not announced themselves for too long; returns them."""
-        gone = [slots for slots in self._segments.values() if slots.heard < now - SEGMENT_SILENT_S]
+        gone = [slots for slots in self._segments.values() if slots.heard < now - self._silent_s]
         for slots in gone:
             self._drop(slots)
         return [slots.place.segment for slots in gone]
@@ -131,7 +135,9 @@ class Index:
         targets = [block for slots, share in rooms for block in self._reserve(slots, share)]
         copies = self._copies(ask, sources)
         blocks = [*_with_copies(sources, copies), *targets]
-        self._leases.grant(ask.lease, ask.owner, now + ask.lease_s, blocks, [*targets, *copies.values()])
+        committable = [*targets, *copies.values()]
+        pairs = [(sources[source], block) for source, block in copies.items()]
+        self._leases.grant(Claim(ask.lease, ask.owner, now + ask.lease_s, blocks, committable, pairs))
         homes = {block.home: None for block in blocks}
         return Lease(
             ask.lease,
@@ -216,6 +222,9 @@ class Index:
         claim = self._leases.end(lease)
         if claim is not None:
             self._let_go(claim.blocks)
+            for source, copy in claim.copies:
+                if copy.name is not None:
+                    source.home.idle.demote(source)
 
     def touch(self, prefix: Sequence[BlockHash]) -> None:
         """Count these blocks, in the order of a prompt, as used just now; the first of them last."""

@@ -236,7 +236,11 @@ class Announced(Protocol):
 
 
 async def announce(
-    segment: Announced, place: Place, transport: Transport, directory: Callable[[], str | None]
+    segment: Announced,
+    place: Place,
+    transport: Transport,
+    directory: Callable[[], str | None],
+    every_s: float = ANNOUNCE_EVERY_S,
 ) -> None:
     """Tell whichever directory there is that the segment is there, until cancelled; then say goodbye."""
     client: Client | None = None
@@ -251,7 +255,7 @@ async def announce(
             if client is not None:
                 with _unreachable(client.address):
                     await client.call(Announce(place, segment.generation), Done, within_s=DIRECTORY_S)
-            await asyncio.sleep(ANNOUNCE_EVERY_S)
+            await asyncio.sleep(every_s)
     finally:
         if client is not None:
             if client.address != place.address:  # our own directory ends with us

@@ -34,6 +34,7 @@ class Member:
         self._identity = identity
         self._load = load
         self._heard = heard
+        self._report_s = REPORT_EVERY_S
 
     async def run(self) -> None:
         """Until cancelled. Raises Mismatch or Superseded when the cluster will not have this instance."""
@@ -52,18 +53,20 @@ class Member:
                     known, failures = False, failures + 1
                     level = logging.WARNING if failures > 1 else logging.DEBUG  # one failure: perhaps all stop
                     log.log(level, "the conductor does not answer: %s", error)
-                await asyncio.sleep(REPORT_EVERY_S)
+                await asyncio.sleep(self._report_s)
         finally:
             await self._leave()
 
     async def _register(self) -> None:
         welcome = await self._client.call(self._identity, Welcome, within_s=REGISTRY_S)
         log.info("registered", extra={"instance": self._identity.instance})
+        self._report_s = welcome.heard.report_s
         await self._heard(welcome.heard)
 
     async def _report(self) -> bool:
         report = Report(self._identity.instance, self._identity.incarnation, self._load())
         heard = await self._client.call(report, Heard, within_s=REGISTRY_S)
+        self._report_s = heard.report_s
         if heard.known:
             await self._heard(heard)
         return heard.known

@@ -14,10 +14,12 @@ from protocol.ids import Incarnation, InstanceId
 from protocol.message import Message
 
 REPORT_EVERY_S = 0.5
-"""Often enough that a queue seen by the Conductor is half a second old at worst."""
+"""Often enough that a queue seen by the Conductor is half a second old at worst. The Conductor may ask for another
+pace (`Heard.report_s`): many instances report seldomer."""
 
-DEAD_AFTER_S = 3.0
-"""Six reports missed. A loop that is stuck this long would break any latency limit anyway."""
+DEAD_AFTER_REPORTS = 6
+"""So many missed, and an instance is given up for dead: 3 s. A loop that is stuck this long would break any
+latency limit anyway."""
 
 
 class Pool(Enum):
@@ -130,6 +132,8 @@ class Heard(Message):
     """Where the KVCache pool's directory listens; None while there is none."""
     home: str | None = None
     """The segment nearest to this compute instance; None while there is none."""
+    report_s: float = REPORT_EVERY_S
+    """Report again after so long."""
 
 
 class Welcome(Message):

@@ -33,6 +33,8 @@ class Watch:
         self.reused: int | None = None
         """Tokens; None until the prompt is computed."""
         self.first_at: float | None = None
+        self.hand_over_s: float | None = None
+        """The gap before the second token: moving the KV, and waiting for memory and a step."""
         self.last_at = 0.0
         self.count = 0
         self.gaps: list[tuple[float, int]] = []
@@ -50,10 +52,13 @@ class Watch:
         """See Reply. Tokens of one message are spread evenly over the time of their steps."""
         now, count = _now(), len(said.tokens)
         each_s = said.over_s / count
+        gap_s = max(now - each_s * (count - 1) - self.last_at, 0.0)
         if self.first_at is None:
             self.first_at = now
+        elif self.hand_over_s is None:
+            self.hand_over_s = gap_s
         else:
-            self.gaps.append((max(now - each_s * (count - 1) - self.last_at, 0.0), 1))
+            self.gaps.append((gap_s, 1))
         if count > 1:
             self.gaps.append((each_s, count - 1))
         self.last_at = now

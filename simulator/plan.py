@@ -45,6 +45,7 @@ def plan_of(setup: Setup, arrivals: Sequence[Arrival]) -> Plan:
         decode_pages=pages,
         context_tokens=context,
         seed=setup.seed,
+        size_blind=setup.size_blind,
     )
 
 
@@ -55,13 +56,15 @@ def _conductor(setup: Setup, common: dict[str, Any]) -> ConductorConfig:
         held_max=IN_FLIGHT_MAX,
         held_tokens_max=1 << 40,
         placement=setup.placement,  # type: ignore[arg-type]  # Setup has checked it
-        balancing_threshold=setup.balancing_threshold or 0.0,
+        balancing_threshold=setup.balancing_threshold,
         admission=setup.admission,  # type: ignore[arg-type]
         reserve=setup.reserve,
         hold=setup.hold,
         reserve_z=setup.z,
         margin=setup.margin,
-        residence_s=setup.residence_s or 0.0,
+        hysteresis=setup.hysteresis,
+        residence_s=setup.residence_s,
+        report_s=setup.report_s,
         ttft_limit_s=setup.ttft_limit_s,
         tbt_limit_s=setup.tbt_limit_s,
     )

@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from conductor.admission import Admission
@@ -34,7 +34,7 @@ from protocol.blocks import BlockLayout
 from protocol.cluster import Manifest
 from protocol.ids import Incarnation, InstanceId, SegmentId
 from protocol.instance import Role, Work, run_instance
-from protocol.registry import Heard, Load, Pool
+from protocol.registry import DEAD_AFTER_REPORTS, Heard, Load, Pool
 from protocol.rpc import Server
 from protocol.tasks import together
 from simulator.cost import CostModel
@@ -47,8 +47,8 @@ READY_S = 30.0
 """Virtual seconds within which every instance must have registered."""
 
 LAYERS = 4
-"""Layers of the simulated layout: each stands for a quarter of the model's. Loads and stores overlap with computing
-at this grain, and an event for each of 80 layers would only cost time."""
+"""Layers of the simulated layout: each stands for a quarter of the model's. Loads and stores overlap with
+computing at this grain, and an event for each of 80 layers would only cost time."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ class Plan:
     decode_pages: int
     context_tokens: int
     seed: int = 0
+    size_blind: bool = False
+    """Whether admission judges each prompt as if it were of mean length."""
     exact: bool = False
     weather: Weather = field(default_factory=Weather)
 
@@ -101,11 +103,13 @@ class World:
     def _build_conductor(self) -> None:
         site, config = self.network.site("conductor"), self.plan.conductor
         self.metrics = Metrics("simulated")
-        self.view = View(self.manifest)
+        self.view = View(self.manifest, config.report_s)
         peers, self.directory = Peers(site), DirectoryLink(site)
         self.admission: Admission = Admission(
             self.view, self.metrics, config, random.Random(f"placement {self.plan.seed}")
         )
+        rules = replace(self.admission.gate.rules, size_blind=self.plan.size_blind)
+        self.admission.gate.rules = rules
         registry = Registry(self.view, peers, self.directory, self.metrics, self.admission.estimates)
         self.dispatcher = Dispatcher(
             self.view,
@@ -136,7 +140,9 @@ class World:
         async with asyncio.timeout(READY_S):
             while sum(len(self.view.of(pool)) for pool in Pool) < everyone:  # noqa: ASYNC110 - time is free here
                 await asyncio.sleep(0.1)
-        await asyncio.sleep(2.0)  # segments announce themselves, decode instances hear of the directory
+        await asyncio.sleep(
+            2.0 + 2 * self.plan.conductor.report_s
+        )  # segments announce themselves, decode instances hear of the directory
 
     async def close(self) -> None:
         """End everything."""
@@ -195,7 +201,7 @@ class World:
         elsewhere: list[str | None] = [None]
         service: DirectoryService | None = None
         if keeps:
-            self.index = Index()
+            self.index = Index(silent_s=DEAD_AFTER_REPORTS * self.plan.conductor.report_s)
             service = DirectoryService(self.index)
 
         async def heard(news: Heard) -> None:
@@ -203,7 +209,8 @@ class World:
 
         async def tell(address: str) -> None:
             place = Place(segment.segment, segment.incarnation, address, host, "", segment.slots, self.layout)
-            await announce(segment, place, site, lambda: address if keeps else elsewhere[0])
+            every_s = self.plan.conductor.report_s
+            await announce(segment, place, site, lambda: address if keeps else elsewhere[0], every_s)
 
         loops: list[Callable[[str], Coroutine[Any, Any, None]]] = [tell]
         if service is not None:

@@ -11,11 +11,11 @@ from conductor.admit import MEAN_SAMPLES, POLICIES, RETRY_GRID_S, Candidate, Gat
 from conductor.admit import pool_load as load_of
 from conductor.ask import NO_LIMITS, Limits, Priority
 from conductor.estimate import StepLine
-from conductor.forecast import STALE_S
+from conductor.forecast import STALE_REPORTS
 from conductor.lengths import Lengths
 from conductor.view import Prefilling, Stream, View
 from protocol.ids import RequestId
-from protocol.registry import Load, Pool
+from protocol.registry import REPORT_EVERY_S, Load, Pool
 from tests.conductor.test_forecast import NOW, STEP_S, SameForAll, a_pool, coming, enter, running, streams
 from tests.conductor.test_view import the
 
@@ -477,7 +477,7 @@ def test_a_stale_report_changes_nothing(rules, candidate, several, count, contex
     quiet = verdicts(rules, candidate, view)
     load = Load(running=count, waiting=count, context_tokens=context, step_s=STEP_S, blocks_total=5000)
     for instance in view.of(Pool.DECODE):
-        assert view.report(instance.name, instance.incarnation, load, NOW - STALE_S - 0.1)
+        assert view.report(instance.name, instance.incarnation, load, NOW - STALE_REPORTS * REPORT_EVERY_S - 0.1)
     assert verdicts(rules, candidate, view) == quiet
 
 

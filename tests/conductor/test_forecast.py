@@ -12,7 +12,7 @@ from conductor.estimate import StepLine
 from conductor.forecast import (
     CANDIDATES_MAX,
     PRESENCES,
-    STALE_S,
+    STALE_REPORTS,
     Forecast,
     Moment,
     Outlook,
@@ -25,7 +25,7 @@ from conductor.forecast import (
 from conductor.lengths import Lengths, Tail
 from conductor.view import Instance, Stream, View
 from protocol.ids import RequestId
-from protocol.registry import Load, Pool
+from protocol.registry import REPORT_EVERY_S, Load, Pool
 from tests.conductor.test_view import a_view, the
 
 NOW = 100.0
@@ -228,7 +228,7 @@ def test_foreign_requests_that_only_wait_count_as_rows():
 def test_a_stale_report_means_unknown_not_full():
     """B43: load reports stop, and the gate must not read that as full."""
     view = a_pool()
-    instance = a_reported(view, running=500, context=10**6, at_s=NOW - STALE_S - 0.01)
+    instance = a_reported(view, running=500, context=10**6, at_s=NOW - STALE_REPORTS * REPORT_EVERY_S - 0.01)
     assert an_outlook().of(instance, LINE) == replace(forecast(), instance=instance)
 
 

@@ -27,7 +27,7 @@ from conductor.place import (
     placement_named,
     rest_on_decode,
 )
-from conductor.view import Prefilling, Stream
+from conductor.view import Prefilling
 from kvcache_pool.api import Found
 from protocol.ids import RequestId, SegmentId
 from tests.conductor.test_view import a_view, the
@@ -178,13 +178,6 @@ def test_ties_go_to_fewer_prompts_and_then_to_the_first_name():
     scene.view.enter(the(scene.view, "prefill-0"), (RequestId("free"), 0), Prefilling(1, 0, 0.0, 0.0))
     assert placed(scene, NOTHING).prefill.name == "prefill-1"
     assert placed(scene, NOTHING, "load_balance").prefill.name == "prefill-1"
-
-
-def test_decode_goes_where_fewest_streams_are_or_are_due():
-    scene = a_scene()
-    assert placed(scene, NOTHING).decode.name == "decode-0"
-    scene.view.enter(the(scene.view, "decode-0"), (RequestId("due"), 0), Stream(10, 0.0))
-    assert placed(scene, NOTHING).decode.name == "decode-1"
 
 
 # -- the threshold that adapts ----------------------------------------------------------------------

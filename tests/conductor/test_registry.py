@@ -12,7 +12,7 @@ from conductor.peers import Peers
 from conductor.registry import Registry
 from kvcache_pool.api import DirectoryLink
 from protocol.ids import Incarnation
-from protocol.registry import DEAD_AFTER_S, Load, Pool, Report, Timing
+from protocol.registry import DEAD_AFTER_REPORTS, REPORT_EVERY_S, Load, Pool, Report, Timing
 from protocol.rpc import Ask
 from protocol.zmq_transport import ZmqTransport
 from tests.cluster import Listener, a_cluster, an_ask
@@ -20,6 +20,9 @@ from tests.conductor.test_view import a_view, the
 from tests.fakes import foretell
 
 PROMPT = [(11 * i) % 101 for i in range(22)]
+
+
+DEAD_AFTER_S = DEAD_AFTER_REPORTS * REPORT_EVERY_S
 
 
 async def test_garbage_at_the_control_port_is_counted_and_disturbs_nobody():

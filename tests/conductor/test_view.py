@@ -7,8 +7,10 @@ import pytest
 from conductor.view import DEAD_MAX, Instance, Prefilling, Stream, View
 from protocol.cluster import Mismatch
 from protocol.ids import Incarnation, InstanceId, RequestId, SegmentId
-from protocol.registry import DEAD_AFTER_S, Load, Pool, Register, Superseded
+from protocol.registry import DEAD_AFTER_REPORTS, REPORT_EVERY_S, Load, Pool, Register, Superseded
 from tests.fakes import LAYOUT, MANIFEST
+
+DEAD_AFTER_S = DEAD_AFTER_REPORTS * REPORT_EVERY_S
 
 
 def a_register(name: str, life: str = "1", host: str = "here", **more: object) -> Register:

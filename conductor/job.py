@@ -1,0 +1,56 @@
+"""A request under way, and its choices, as the dispatcher carries them."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from conductor.admitted import Admitted
+from conductor.ask import Ask, Reply
+from conductor.lease import HeldLease
+from engine.api import Sampling
+from kvcache_pool.api import Lease
+from protocol.ids import BlockHash, Ids, RequestId, token_ids
+
+
+@dataclass
+class Choice:
+    """One answer to the prompt, as far as it has come."""
+
+    index: int
+    sampling: Sampling
+    output: Ids = field(default_factory=token_ids)
+    ended: bool = False
+    step_s: float = 0.0
+    """What the first step after joining was predicted to take; 0 when that has been compared."""
+
+
+@dataclass
+class Job:
+    """A request under way: what was asked, who hears the answer, and when it must be over."""
+
+    ask: Ask
+    reply: Reply
+    ends_at: float
+    request: RequestId
+    """What instances know it by; each choice that is placed again is a request of its own to them."""
+    reused_tokens: int = 0
+
+    @property
+    def arrived_at(self) -> float:
+        """When its client asked."""
+        return self.ends_at - self.ask.within_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left of the deadline."""
+        return max(self.ends_at - asyncio.get_running_loop().time(), 0.0)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """An admitted request with its lease, and the request's tokens and block names under it."""
+
+    admitted: Admitted
+    held: HeldLease
+    lease: Lease
+    tokens: Ids
+    blocks: list[BlockHash]
