@@ -26,7 +26,7 @@ class KVCacheConfig:
     size_bytes: int = 768 << 20
     """Memory given to KV blocks, in /dev/shm; it is claimed whole at the start."""
 
-    copies_share: float = 0.5
+    copies_share: float = 0.25
     """Most of each segment's blocks that may be copies of blocks that other segments hold too, from 0 to 1."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"

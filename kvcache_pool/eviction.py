@@ -2,6 +2,10 @@
 
 The law: the least recently used goes first, and of one prefix its end before its front, since a block is
 worth nothing without those before it. Whoever uses a prefix therefore touches it from last to first.
+
+Who has taken a copy of a prefix to another segment sends it to the front of the line here, also its end first: the
+next use is expected there, and until then both hold what one could. A prefix that is hot in both is soon touched
+again, and one that is hot everywhere is everywhere, so nobody copies it.
 """
 
 from collections import OrderedDict
@@ -33,6 +37,11 @@ class LeastRecent(Generic[B]):
         """Add a block, or refresh it: it is now the last to go."""
         self._order[block] = None
         self._order.move_to_end(block)
+
+    def demote(self, block: B) -> None:
+        """It is now the next to go, if it is here."""
+        if block in self._order:
+            self._order.move_to_end(block, last=False)
 
     def drop(self, block: B) -> None:
         """A lease names it now, or it is forgotten. A block that is not here is no error."""

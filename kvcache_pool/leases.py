@@ -34,6 +34,8 @@ class Claim:
     """All that it names, in the order of the prompt."""
     targets: list[Block]
     """What can be committed: those of `blocks` that were reserved for it, as a commit counts them."""
+    copies: list[tuple[Block, Block]]
+    """Of `blocks`: each source that is to be copied, and the target that is for it."""
 
 
 class Leases:
@@ -61,14 +63,12 @@ class Leases:
         """Whether the name is taken, by a current or a late lease."""
         return lease in self._current or lease in self._late
 
-    def grant(self, lease: LeaseId, owner: str, end: float, blocks: list[Block], targets: list[Block]) -> Claim:
+    def grant(self, claim: Claim) -> None:
         """A new lease, under a name that is free."""
-        assert lease not in self
+        assert claim.lease not in self
         self._issued += 1
-        claim = Claim(lease, owner, end, blocks, targets)
         self._current[claim.lease] = claim
-        heapq.heappush(self._ends, (end, self._issued, claim.lease))
-        return claim
+        heapq.heappush(self._ends, (claim.end, self._issued, claim.lease))
 
     def find(self, lease: LeaseId) -> Claim | None:
         """A current lease."""

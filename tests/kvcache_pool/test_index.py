@@ -408,6 +408,32 @@ def test_a_prefix_is_evicted_from_its_end_also_where_parts_of_it_are_copies() ->
     index.check()
 
 
+def test_what_was_copied_elsewhere_goes_first_where_it_was_and_end_first() -> None:
+    index = an_index(a=4, b=4, copies_share=1.0)
+    cache(index, 1, 2, near="a")
+    cache(index, 7, 8, near="a")
+    copy(index, 7, 8, near="b")
+    for room, left in ((1, 1), (2, 0)):
+        index.release(index.acquire(an_ask([], unnamed=room, near="a"), 0.0).lease)
+        assert index.find(names(7, 8)).held == {"a": left, "b": 2} if left else {"b": 2}
+    assert index.find(names(1, 2)).held == {"a": 2}
+    assert index.stats().copies == 0
+    index.check()
+
+
+def test_what_could_not_be_copied_or_was_used_since_does_not_go_first() -> None:
+    index = an_index(a=4, b=4, copies_share=1.0)
+    cache(index, 1, 2, near="a")
+    cache(index, 7, 8, near="a")
+    index.release(index.acquire(an_ask(names(7, 8), near="b", copies=2), 0.0).lease)
+    copy(index, 1, 2, near="b")
+    cache(index, 1, 2, near="a")
+    index.release(index.acquire(an_ask([], unnamed=2, near="a"), 0.0).lease)
+    assert index.find(names(1, 2)).held == {"a": 2, "b": 2}
+    assert index.find(names(7, 8)).reach == 0
+    index.check()
+
+
 class History(RuleBasedStateMachine):
     """Any order of any calls, on a small pool, with a model of what must be protected."""
 

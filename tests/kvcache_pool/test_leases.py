@@ -1,16 +1,23 @@
 """Leases by themselves."""
 
 from kvcache_pool.api import new_lease
-from kvcache_pool.leases import Leases
+from kvcache_pool.leases import Claim, Leases
 
 
 def a_book() -> Leases:
     return Leases()
 
 
+def granted(leases: Leases, owner: str, end: float) -> Claim:
+    """A claim on nothing."""
+    claim = Claim(new_lease(), owner, end, [], [], [])
+    leases.grant(claim)
+    return claim
+
+
 def test_a_name_is_taken_until_its_lease_is_gone() -> None:
     leases = a_book()
-    claim = leases.grant(new_lease(), "r", 1.0, [], [])
+    claim = granted(leases, "r", 1.0)
     assert claim.lease in leases
     assert leases.overdue(1.0) == [claim]
     leases.linger(claim, 9.0)
@@ -22,7 +29,7 @@ def test_a_name_is_taken_until_its_lease_is_gone() -> None:
 def test_overdue_leases_come_in_the_order_of_their_ends_and_once() -> None:
     leases = a_book()
     for owner, end in (("c", 3.0), ("a", 1.0), ("b", 2.0), ("b2", 2.0)):
-        leases.grant(new_lease(), owner, end, [], [])
+        granted(leases, owner, end)
     assert [claim.owner for claim in leases.overdue(0.9)] == []
     assert [claim.owner for claim in leases.overdue(2.0)] == ["a", "b", "b2"]
     leases.check()
@@ -32,7 +39,7 @@ def test_overdue_leases_come_in_the_order_of_their_ends_and_once() -> None:
 
 def test_a_renewed_lease_is_overdue_at_its_new_end_only() -> None:
     leases = a_book()
-    lease = leases.grant(new_lease(), "r", 1.0, [], []).lease
+    lease = granted(leases, "r", 1.0).lease
     assert leases.renew(lease, 5.0)
     assert leases.renew(lease, 2.0)
     assert leases.overdue(4.9) == []
@@ -43,7 +50,7 @@ def test_a_renewed_lease_is_overdue_at_its_new_end_only() -> None:
 
 def test_a_released_lease_is_gone_and_never_overdue() -> None:
     leases = a_book()
-    claim = leases.grant(new_lease(), "r", 1.0, [], [])
+    claim = granted(leases, "r", 1.0)
     assert leases.find(claim.lease) is claim
     assert leases.end(claim.lease) is claim
     assert leases.find(claim.lease) is None
@@ -55,7 +62,7 @@ def test_a_released_lease_is_gone_and_never_overdue() -> None:
 def test_a_late_lease_lapses_unless_it_is_ended_before() -> None:
     leases = a_book()
     for end in (1.0, 2.0, 3.0):
-        leases.grant(new_lease(), "r", end, [], [])
+        granted(leases, "r", end)
     one, two, three = leases.overdue(3.0)
     for claim, until in ((one, 11.0), (two, 12.0), (three, 13.0)):
         leases.linger(claim, until)
