@@ -30,6 +30,9 @@ RIDGE = 0.01
 """Weight of the prior, in samples: measured times scatter by about 0.1, the ratios of the prior by about 1, and
 0.1 ** 2 / 1 ** 2 is the ratio of the variances."""
 
+ROUNDING = 1e-9
+"""The prior weighs at least this share of all samples: with less, rounding could leave no solution."""
+
 LATEST = 15
 """Samples whose median says how fast the machine is against the prior: seven odd ones do not move it far."""
 
@@ -46,8 +49,8 @@ DEVIATION_MIN = 0.02
 """The clock and the machine are no better than that."""
 
 DEVIATION_STEP = 0.05
-"""Weight of one sample in the mean deviation. While all samples are clipped it grows by 0.05 * (3 - 1) of itself with
-each: a machine that has become three times slower is believed after about 20."""
+"""Weight of one sample in the mean deviation. While all samples are clipped it grows by 0.05 * (3 - 1) of itself
+with each: a machine that has become three times slower is believed after about 20."""
 
 SURPRISE = 0.25
 """A mean deviation above this is no noise: the machine is another now, and all that is remembered is doubted."""
@@ -140,7 +143,8 @@ class Fit:
     def _solve(self) -> None:
         """Minimise the squares plus RIDGE * sum((u / speed - 1) ** 2), without coefficients below 0."""
         speed = median(self._latest)
-        ridge, pull = RIDGE / speed**2, RIDGE / speed
+        ridge = max(RIDGE / speed**2, ROUNDING * (self._a00 + self._a11 + self._a22))
+        pull = ridge * speed
         matrix = [
             [self._a00 + ridge, self._a01, self._a02],
             [self._a01, self._a11 + ridge, self._a12],

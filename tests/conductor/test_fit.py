@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from conductor.fit import Fit, Three
@@ -131,6 +131,8 @@ samples = st.lists(
 
 
 @given(samples)
+@example([(3.0, 6.0, 1e-9), (1.0, 0.0, 16.0)])
+@example([(1.0, 0.0, 1e-9), (1.0, 1.0, 1.0)])
 def test_whatever_is_measured_no_coefficient_is_below_0(measured: list[Three]) -> None:
     fit = Fit(PRIOR)
     for size, context, seconds in measured:
