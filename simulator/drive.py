@@ -155,6 +155,7 @@ class Driver:
             first_token_s=None if watch.first_at is None else watch.first_at - self._began,
             tpot_s=tpot_s,
             tbt_s=tbt_s,
+            hand_over_s=watch.hand_over_s or 0.0,
         )
 
     def _prefill_s(self, tokens: int, reused: int) -> float:
