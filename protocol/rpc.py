@@ -9,19 +9,20 @@
       CANCEL n ───────────────────────────>  the task is cancelled
 
 A client whose connection breaks fails all its open calls with PeerLost at once. The next call goes to
-whoever listens there then: retrying is the caller's decision.
+whoever listens there then: retrying is the caller's decision. Answers are numbered, and so are calls: what comes
+twice is dropped, and a call of whose answers one is missing fails with PeerLost.
 """
 
 import asyncio
 import contextlib
 import itertools
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
 
+from protocol.call import Answer, Call
 from protocol.errors import Abandoned, BadMessage, DangoError, DeadlineExceeded, PeerLost, RemoteError
 from protocol.frames import Buffer, Header, Kind, decode, encode, encode_error
 from protocol.message import Message
@@ -40,35 +41,8 @@ CALLS_MAX = 4096
 CALL_S_MAX = 3600.0
 """No call runs longer, whatever its caller says."""
 
-STREAM_ITEMS_MAX = 1 << 18
-"""Items that a client buffers of one stream: more tokens than any context holds, so only a fault fills it."""
-
 log = logging.getLogger("dango.rpc")
 M = TypeVar("M", bound=Message)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What came back: a message and the buffers beside it."""
-
-    message: Message
-    buffers: list[memoryview]
-
-
-class _Call:
-    """What came back of one call and was not taken yet, and who waits for more (one at most)."""
-
-    __slots__ = ("answers", "final", "waiter")
-
-    def __init__(self) -> None:
-        self.answers: deque[Answer | DangoError] = deque()
-        self.waiter: asyncio.Future[None] | None = None
-        self.final = False
-        """Nothing more will come."""
-
-    def wake(self) -> None:
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
 
 
 class Client:
@@ -79,7 +53,7 @@ class Client:
         self._transport = transport
         self._link: Link | None = None
         self._numbers = itertools.count(1)
-        self._open: dict[int, _Call] = {}
+        self._open: dict[int, Call] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.bad_frames = 0
 
@@ -126,7 +100,7 @@ class Client:
         """Send a CALL; returns its number. (For Stream.)"""
         assert self._link is not None, "start the client first"
         number = next(self._numbers)
-        self._open[number] = _Call()
+        self._open[number] = Call()
         try:
             async with asyncio.timeout(CONNECT_S):
                 await self._link.send([encode(Kind.CALL, number, message, within_s), *buffers])
@@ -139,21 +113,12 @@ class Client:
 
     async def take(self, number: int) -> Answer | None:
         """The next answer to a call; None after the last. (For Stream.)"""
-        call = self._open[number]
-        while not call.answers:
-            if call.final:
-                return None
-            call.waiter = asyncio.get_running_loop().create_future()
-            await call.waiter
-        answer = call.answers.popleft()
-        if isinstance(answer, DangoError):
-            raise answer
-        return answer
+        return await self._open[number].take()
 
     async def shut(self, number: int) -> None:
         """Forget a call; tell the server if it has not ended. (For Stream.)"""
         call = self._open.pop(number)
-        if call.final or self._link is None:
+        if not call.served or self._link is None:
             return
         with contextlib.suppress(TimeoutError, PeerLost):  # unreachable: the server notices that we are silent
             async with asyncio.timeout(CONNECT_S):
@@ -175,32 +140,12 @@ class Client:
 
     def _deliver(self, header: Header, buffers: list[memoryview]) -> None:
         call = self._open.get(header.call)
-        if call is None or call.final:
-            return  # cancelled meanwhile
-        if header.kind is Kind.ERROR:
-            self._end(call, RemoteError.of(header.tag, str(header.fields)))
-            return
-        try:
-            answer = Answer(header.message(), buffers)
-        except BadMessage as error:
-            self._end(call, error)
-            raise
-        if len(call.answers) >= STREAM_ITEMS_MAX:
-            self._end(call, BadMessage("a stream of more items than any context has tokens"))
-            return
-        call.answers.append(answer)
-        call.final = header.kind is Kind.REPLY
-        call.wake()
-
-    def _end(self, call: _Call, error: DangoError) -> None:
-        call.final = True
-        call.answers.append(error)
-        call.wake()
+        if call is not None:  # else cancelled meanwhile
+            call.deliver(header, buffers)
 
     def _fail_all(self, error: PeerLost) -> None:
         for call in self._open.values():
-            if not call.final:
-                self._end(call, error)
+            call.end(error)
 
     async def _beat(self) -> None:
         assert self._link is not None
@@ -291,6 +236,7 @@ class Server:
         self._handlers = handlers
         self._open: dict[tuple[bytes, int], asyncio.Task[None]] = {}
         self._heard: dict[bytes, float] = {}
+        self._last: dict[bytes, int] = {}  # of each peer's calls: a client's numbers grow
         self.bad_frames = 0
         """Frames dropped because they were no message of ours."""
 
@@ -326,36 +272,42 @@ class Server:
     async def _start(
         self, tasks: asyncio.TaskGroup, peer: bytes, header: Header, buffers: list[memoryview]
     ) -> None:
-        key = (peer, header.call)
+        if header.call <= self._last.get(peer, -1):
+            raise BadMessage(f"call {header.call} came twice")  # no answer: the first one has its own
         try:
             message = header.message()
             answer_with = self._handlers.get(type(message))
-            if answer_with is None or key in self._open:
-                raise BadMessage(f"{header.tag[:64]!r} is not served here, or its number is in use")
+            if answer_with is None:
+                raise BadMessage(f"{header.tag[:64]!r} is not served here")
         except BadMessage as error:
             await self._answer(peer, encode_error(header.call, "bad_message", str(error)))
             raise
         if len(self._open) >= CALLS_MAX:
             await self._answer(peer, encode_error(header.call, "busy", f"{CALLS_MAX} calls are open"))
             return
-        ask = self._ask(key, header.within_s, buffers)
-        self._open[key] = tasks.create_task(self._run(answer_with, message, key, ask))
+        self._last[peer] = header.call
+        within_s = CALL_S_MAX if header.amount is None else min(header.amount, CALL_S_MAX)
+        run = self._run(answer_with, message, (peer, header.call), within_s, buffers)
+        self._open[peer, header.call] = tasks.create_task(run)
 
-    def _ask(self, key: tuple[bytes, int], within_s: float | None, buffers: list[memoryview]) -> Ask:
-        peer, number = key
+    async def _run(
+        self,
+        answer_with: Handler,
+        message: Message,
+        key: tuple[bytes, int],
+        within_s: float,
+        buffers: list[memoryview],
+    ) -> None:
+        (peer, number), sent = key, itertools.count()
 
         async def send(item: Message, *beside: Buffer) -> None:
-            await self._port.send(peer, [encode(Kind.ITEM, number, item), *beside])
+            await self._port.send(peer, [encode(Kind.ITEM, number, item, next(sent)), *beside])
 
-        return Ask(buffers, CALL_S_MAX if within_s is None else min(within_s, CALL_S_MAX), send)
-
-    async def _run(self, answer_with: Handler, message: Message, key: tuple[bytes, int], ask: Ask) -> None:
-        peer, number = key
         try:
-            async with asyncio.timeout(ask.within_s):
-                reply = await answer_with(message, ask)
+            async with asyncio.timeout(within_s):
+                reply = await answer_with(message, Ask(buffers, within_s, send))
             answer = reply if isinstance(reply, Answer) else Answer(reply, [])
-            await self._answer(peer, encode(Kind.REPLY, number, answer.message), *answer.buffers)
+            await self._answer(peer, encode(Kind.REPLY, number, answer.message, next(sent)), *answer.buffers)
         except RemoteError as error:
             await self._answer(peer, encode_error(number, error.kind, str(error)))
         except (DangoError, TimeoutError) as error:
@@ -384,6 +336,7 @@ class Server:
             horizon = asyncio.get_running_loop().time() - SILENT_S
             for peer in [peer for peer, heard in self._heard.items() if heard < horizon]:
                 del self._heard[peer]
+                self._last.pop(peer, None)
                 for key in [key for key in self._open if key[0] == peer]:
                     self._open[key].cancel()
                     await self._abandon(*key)
