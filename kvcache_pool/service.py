@@ -40,11 +40,12 @@ from kvcache_pool.api import (
 from kvcache_pool.index import Index
 from kvcache_pool.segment import Segment
 from kvcache_pool.transfer.copiers import Copiers, hops
+from protocol.call import Answer
 from protocol.errors import BadMessage, DangoError
 from protocol.message import Message
 from protocol.pause import sleep_unless_paused
 from protocol.registry import Load
-from protocol.rpc import Answer, Ask, Client, Handler, handler
+from protocol.rpc import Ask, Client, Handler, handler
 from protocol.transport import Transport
 
 log = logging.getLogger("dango.kvcache")

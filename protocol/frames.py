@@ -1,10 +1,11 @@
 """Frames: one header in msgpack, then raw buffers. What a ZeroMQ multipart message holds between any two of us.
 
-    frame 0   [version, kind, call, seconds left | nil, tag, fields]      small
+    frame 0   [version, kind, call, amount | nil, tag, fields]            small
     frame 1.. raw bytes, never copied into the header                     KV, mostly
 
-`call` is the client's number for a conversation; every answer repeats it. Deadlines travel as seconds
-left, since clocks differ between hosts.
+`call` is the client's number for a conversation; every answer repeats it. `amount` is of a CALL the seconds left,
+of an ITEM or REPLY how many answers to this call came before it. Deadlines travel as seconds left, since clocks
+differ between hosts.
 """
 
 import math
@@ -44,7 +45,8 @@ class Header(NamedTuple):
 
     kind: Kind
     call: int
-    within_s: float | None
+    amount: float | None
+    """Of a CALL: seconds left, None for as long as the server allows. Of an ITEM or REPLY: answers before it."""
     tag: str
     fields: Any
 
@@ -56,10 +58,10 @@ class Header(NamedTuple):
         return build(message_kind, self.fields)
 
 
-def encode(kind: Kind, call: int, message: Message | None = None, within_s: float | None = None) -> bytes:
+def encode(kind: Kind, call: int, message: Message | None = None, amount: float | None = None) -> bytes:
     """A header that carries `message`, or none."""
     tag = type(message).__name__ if message is not None else ""
-    return pack([PROTOCOL_VERSION, kind.value, call, within_s, tag, message])
+    return pack([PROTOCOL_VERSION, kind.value, call, amount, tag, message])
 
 
 def encode_error(call: int, error_kind: str, text: str) -> bytes:
@@ -72,12 +74,12 @@ def decode(frames: Sequence[Buffer]) -> tuple[Header, list[memoryview]]:
     if not frames:
         raise BadMessage("no frames")
     match unpack_plain(bytes(frames[0])):
-        case [int(version), int(kind), int(call), (None | int() | float()) as within_s, str(tag), fields]:
+        case [int(version), int(kind), int(call), (None | int() | float()) as amount, str(tag), fields]:
             if version != PROTOCOL_VERSION:
                 raise BadMessage(f"protocol version {version}, not {PROTOCOL_VERSION}")
             if kind not in KINDS:
                 raise BadMessage(f"unknown kind of frame {kind}")
-            if within_s is not None and not math.isfinite(within_s):
-                raise BadMessage(f"{within_s} seconds left")  # NaN would upset the order of the loop's timers
-            return Header(Kind(kind), call, within_s, tag, fields), [memoryview(f) for f in frames[1:]]
+            if amount is not None and not math.isfinite(amount):
+                raise BadMessage(f"an amount of {amount}")  # NaN would upset the order of the loop's timers
+            return Header(Kind(kind), call, amount, tag, fields), [memoryview(f) for f in frames[1:]]
     raise BadMessage("a header of another shape")

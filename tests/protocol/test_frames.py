@@ -33,14 +33,14 @@ def test_golden_bytes() -> None:
     st.integers(0, 2**63),
     st.integers(-(2**63), 2**63),
     st.text(),
-    st.none() | st.floats(0, 1e6),
+    st.none() | st.floats(0, 1e6) | st.integers(0, 1 << 20),
     st.lists(st.binary()),
 )
 def test_what_is_encoded_is_decoded(
-    kind: Kind, call: int, number: int, text: str, within_s: float | None, buffers: list[bytes]
+    kind: Kind, call: int, number: int, text: str, amount: float | None, buffers: list[bytes]
 ) -> None:
-    header, rest = decode([encode(kind, call, Poke(number, text), within_s), *buffers])
-    assert (header.kind, header.call, header.within_s) == (kind, call, within_s)
+    header, rest = decode([encode(kind, call, Poke(number, text), amount), *buffers])
+    assert (header.kind, header.call, header.amount) == (kind, call, amount)
     assert header.message() == Poke(number, text)
     assert [bytes(buffer) for buffer in rest] == buffers
 

@@ -15,10 +15,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from protocol.call import Answer
 from protocol.errors import Abandoned, BadMessage, DeadlineExceeded, PeerLost, RemoteError
 from protocol.frames import Kind, decode, encode
 from protocol.message import Message
-from protocol.rpc import CALLS_MAX, CONNECT_S, SILENT_S, Answer, Ask, Client, Server, handler, items
+from protocol.rpc import CALLS_MAX, CONNECT_S, SILENT_S, Ask, Client, Server, handler, items
 from protocol.zmq_transport import FRAME_BYTES_MAX, ZmqTransport
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -380,14 +381,82 @@ async def test_a_stranger_cannot_cancel_anothers_call(world: World) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_number_in_use_is_refused(world: World) -> None:
+async def test_a_call_that_comes_twice_runs_once_and_is_answered_once(world: World) -> None:
     async with raw_dealer(world.server.address) as socket:
-        await socket.send_multipart([encode(Kind.CALL, 1, Hang(), 5.0)])
-        await socket.send_multipart([encode(Kind.CALL, 1, Echo("again"), 5.0)])
-        kind, _, tag, _ = await answer_of(socket)
-        assert (kind, tag) == (Kind.ERROR, "bad_message")
-        await socket.send_multipart([encode(Kind.CANCEL, 1)])
-        await world.service.until(lambda: world.service.cancelled == 1)
+        for number in (1, 2, 2, 1, 3):
+            await socket.send_multipart([encode(Kind.CALL, number, Echo(str(number)), 5.0)])
+        answers = [await answer_of(socket) for _ in range(3)]
+    assert [(kind, number) for kind, number, _, _ in answers] == [(Kind.REPLY, number) for number in (1, 2, 3)]
+    assert world.server.bad_frames == 2
+
+
+async def test_answers_are_numbered(world: World) -> None:
+    async with raw_dealer(world.server.address) as socket:
+        await socket.send_multipart([encode(Kind.CALL, 1, Count(2), 5.0)])
+        async with asyncio.timeout(5):
+            headers = [decode(await socket.recv_multipart())[0] for _ in range(3)]
+    assert [header.kind for header in headers] == [Kind.ITEM, Kind.ITEM, Kind.REPLY]
+    assert [header.amount for header in headers] == [0, 1, 2]
+
+
+@contextlib.asynccontextmanager
+async def scripted(answers: list[bytes], told: list[Kind]) -> AsyncIterator[Client]:
+    """A client of a server that answers the first call with these frames; `told` gets what it hears."""
+    transport = ZmqTransport()
+    port = transport.bind("tcp://127.0.0.1:0")
+
+    async def serve() -> None:
+        while True:
+            peer, frames = await port.receive()
+            told.append(decode(frames)[0].kind)
+            if told == [Kind.CALL]:
+                for answer in answers:
+                    await port.send(peer, [answer])
+
+    task = asyncio.create_task(serve())
+    try:
+        async with Client(transport, port.address) as client:
+            yield client
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        port.close()
+        transport.close()
+
+
+def counted(kind: Kind, number: int) -> bytes:
+    return encode(kind, 1, Counted(number), number)
+
+
+async def test_an_answer_that_comes_twice_is_taken_once() -> None:
+    numbers = [(Kind.ITEM, 0), (Kind.ITEM, 0), (Kind.ITEM, 1), (Kind.ITEM, 0), (Kind.ITEM, 1), (Kind.REPLY, 2)]
+    told: list[Kind] = []
+    async with (
+        scripted([counted(*each) for each in numbers], told) as client,
+        client.stream(Count(2), within_s=5) as stream,
+    ):
+        assert [item async for item in items(stream)] == [Counted(0), Counted(1), Counted(2)]
+    assert told == [Kind.CALL]
+
+
+@pytest.mark.parametrize("after", [Kind.ITEM, Kind.REPLY])
+async def test_a_call_of_whose_answers_one_is_lost_ends_there_and_the_server_is_told(after: Kind) -> None:
+    told: list[Kind] = []
+    async with scripted([counted(Kind.ITEM, 0), counted(after, 2), counted(Kind.ITEM, 1)], told) as client:
+        async with client.stream(Count(2), within_s=5) as stream:
+            answers = items(stream)
+            assert await anext(answers) == Counted(0)
+            with pytest.raises(PeerLost, match="lost on its way"):
+                await anext(answers)
+        async with asyncio.timeout(5):
+            while told != [Kind.CALL, Kind.CANCEL]:  # noqa: ASYNC110 - a socket tells no event
+                await asyncio.sleep(0.01)
+
+
+async def test_answers_without_a_number_are_not_trusted() -> None:
+    async with scripted([encode(Kind.REPLY, 1, Echoed("x"))], []) as client:
+        with pytest.raises(PeerLost):
+            await client.call(Echo("x"), Echoed, within_s=5)
 
 
 @only_tcp

@@ -14,7 +14,7 @@ from simulator.network import BREAK_S, MemoryLink, Network, Site, Weather
 ADDRESS = "sim://there:1"
 
 
-class Echo(Message):
+class Ping(Message):
     number: int
 
 
@@ -22,12 +22,12 @@ def a_network(**weather: float) -> Network:
     return Network(Weather(**weather), random.Random(1))
 
 
-async def _echo(message: Echo, ask: Ask) -> Echo:
+async def _echo(message: Ping, ask: Ask) -> Ping:
     return message
 
 
 def a_server(site: Site) -> asyncio.Task[None]:
-    return asyncio.create_task(Server(site.bind(ADDRESS), dict([handler(Echo, _echo)])).serve())
+    return asyncio.create_task(Server(site.bind(ADDRESS), dict([handler(Ping, _echo)])).serve())
 
 
 async def _end(*tasks: asyncio.Task[None]) -> None:
@@ -41,7 +41,7 @@ def test_a_call_takes_two_delays():
         network = a_network(delay_s=0.5)
         server = a_server(network.site("there"))
         async with Client(network.site("here"), ADDRESS) as client:
-            assert await client.call(Echo(7), Echo, within_s=10.0) == Echo(7)
+            assert await client.call(Ping(7), Ping, within_s=10.0) == Ping(7)
             assert asyncio.get_running_loop().time() == pytest.approx(1.0)
         await _end(server)
 
@@ -84,13 +84,13 @@ def test_a_death_fails_open_calls_at_once_and_a_new_life_is_found_by_itself():
         there = network.site("there")
         server = a_server(there)
         async with Client(network.site("here"), ADDRESS) as client:
-            await client.call(Echo(1), Echo, within_s=1.0)
+            await client.call(Ping(1), Ping, within_s=1.0)
             there.die()
             await _end(server)
             with pytest.raises(PeerLost):
-                await client.call(Echo(2), Echo, within_s=60.0)
+                await client.call(Ping(2), Ping, within_s=60.0)
             server = a_server(network.site("there"))
-            assert await client.call(Echo(3), Echo, within_s=1.0) == Echo(3)
+            assert await client.call(Ping(3), Ping, within_s=1.0) == Ping(3)
         await _end(server)
 
     run_virtual(main())
@@ -102,16 +102,16 @@ def test_a_partition_is_silence_then_a_break_and_heals():
         there = network.site("there")
         server = a_server(there)
         async with Client(network.site("here"), ADDRESS) as client:
-            await client.call(Echo(1), Echo, within_s=1.0)
+            await client.call(Ping(1), Ping, within_s=1.0)
             there.sever()
             with pytest.raises(DeadlineExceeded):
-                await client.call(Echo(2), Echo, within_s=BREAK_S / 2)
+                await client.call(Ping(2), Ping, within_s=BREAK_S / 2)
             began = asyncio.get_running_loop().time()
             with pytest.raises(PeerLost):
-                await client.call(Echo(2), Echo, within_s=BREAK_S)
+                await client.call(Ping(2), Ping, within_s=BREAK_S)
             assert asyncio.get_running_loop().time() - began == pytest.approx(BREAK_S / 2)
             there.heal()
-            assert await client.call(Echo(3), Echo, within_s=1.0) == Echo(3)
+            assert await client.call(Ping(3), Ping, within_s=1.0) == Ping(3)
         await _end(server)
 
     run_virtual(main())
