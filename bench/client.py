@@ -9,12 +9,19 @@ from typing import Any
 
 import aiohttp
 
+REFUSED = 429
+"""HTTP status of a refusal because of load."""
+
 ANSWER_S_MAX = 600.0
 """The service's own deadline of a request, by default."""
 
 
 class StreamFailed(Exception):
     """The service refused, or the stream did not end as it must; the text says how."""
+
+
+class Refused(StreamFailed):
+    """The service said that it will not serve this now; the text is its reason, in a word."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +52,13 @@ def session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
 
 
-async def stream_answer(http: aiohttp.ClientSession, url: str, prompt: Sequence[int], tokens: int) -> Seen:
-    """Ask for exactly `tokens` tokens, greedily, after a prompt of token ids. Raises StreamFailed."""
+async def stream_answer(
+    http: aiohttp.ClientSession, url: str, prompt: Sequence[int], tokens: int, **more: object
+) -> Seen:
+    """Ask for exactly `tokens` tokens, greedily, after a prompt of token ids; `more` goes into the body.
+
+    Raises Refused, or StreamFailed.
+    """
     body = {
         "prompt": list(prompt),
         "max_tokens": tokens,
@@ -54,6 +66,7 @@ async def stream_answer(http: aiohttp.ClientSession, url: str, prompt: Sequence[
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **more,
     }
     clock = asyncio.get_running_loop().time
     data = json.dumps(body).encode()
@@ -62,6 +75,8 @@ async def stream_answer(http: aiohttp.ClientSession, url: str, prompt: Sequence[
     sent_at = clock()
     try:
         async with http.post(f"{url}/v1/completions", data=data, headers=headers) as response:
+            if response.status == REFUSED:
+                raise Refused(_reason(await response.text()))
             if response.status != 200:
                 raise StreamFailed(f"HTTP {response.status}: {(await response.text())[:200]}")
             async for line in response.content:
@@ -69,6 +84,14 @@ async def stream_answer(http: aiohttp.ClientSession, url: str, prompt: Sequence[
     except (aiohttp.ClientError, TimeoutError) as error:
         raise StreamFailed(f"{type(error).__name__}: {error}") from error
     return read_stream(sent_at, lines, tokens)
+
+
+def _reason(text: str) -> str:
+    """Of a refusal: its code, or else all that was said."""
+    try:
+        return str(json.loads(text)["error"]["code"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {REFUSED}: {text[:200]}"
 
 
 def read_stream(sent_at: float, lines: Sequence[tuple[float, bytes]], tokens: int) -> Seen:

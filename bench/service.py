@@ -79,13 +79,13 @@ def _unshared_bytes(pid: int) -> int:
 
 
 @asynccontextmanager
-async def running(setup: Setup) -> AsyncIterator[Service]:
-    """Start a service of one instance of each pool; end it afterwards. Raises NotStarted."""
+async def running(setup: Setup, *flags: str) -> AsyncIterator[Service]:
+    """Start a service of one instance of each pool, or as more flags say; end it afterwards. Raises NotStarted."""
     port = setup.port or _free_port()
     clock = asyncio.get_running_loop().time
     began = clock()
     process = await asyncio.create_subprocess_exec(
-        *serve_command(setup, port), stdin=DEVNULL, stdout=DEVNULL, start_new_session=True
+        *serve_command(setup, port), *flags, stdin=DEVNULL, stdout=DEVNULL, start_new_session=True
     )
     try:
         url = f"http://127.0.0.1:{port}"

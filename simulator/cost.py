@@ -48,12 +48,19 @@ class CostModel:
     """Bytes a second that one instance sends, and that it receives."""
     pages_tokens: int
     """Tokens whose KV fits on an instance beside the weights."""
+    request_s: float = 0.0
+    """What comes to every request before it is judged: HTTP, reading the body, the text's tokens."""
+    speeds: tuple[float, ...] = ()
+    """How fast each of 1, 2, ... instances is while they compute at once on one machine, against one alone. Where
+    there are more than entries they share what the last entry has. Empty: each has a machine of its own."""
 
     def __post_init__(self) -> None:
         rates = (self.host_bytes_s, self.network_bytes_s)
         if min(self.layers, self.kv_bytes_token, self.pages_tokens, *rates) <= 0:
             raise ValueError(f"{self.name}: layers, kv_bytes_token, pages_tokens and rates must be above 0")
         costs = (*dataclasses.astuple(self.prefill), *dataclasses.astuple(self.step))
+        if self.request_s < 0 or min(self.speeds, default=1) <= 0:
+            raise ValueError(f"{self.name}: request_s is not negative, and speeds are above 0")
         if min(costs) < 0 or self.prefill.base_s + self.prefill.token_s <= 0 or self.step.base_s <= 0:
             raise ValueError(f"{self.name}: no cost is negative, and a pass and a step take time")
 
@@ -219,7 +226,8 @@ def this_machine(path: Path) -> CostModel:
     """What a live run of a machine was fitted to. Raises BadCostModel, or OSError."""
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
-        return CostModel(**{**body, "prefill": PassCost(**body["prefill"]), "step": StepCost(**body["step"])})
+        parts = {"prefill": PassCost(**body["prefill"]), "step": StepCost(**body["step"])}
+        return CostModel(**{**body, **parts, "speeds": tuple(body.get("speeds", ()))})
     except (ValueError, TypeError, KeyError) as error:
         raise BadCostModel(f"{path}: not a cost model: {error}") from error
 

@@ -110,6 +110,7 @@ class Driver:
 
     async def _serve(self, number: int, arrival: Arrival) -> Outcome:
         watch, refused, failed = Watch(), "", ""
+        await asyncio.sleep(self._world.plan.cost.request_s)
         try:
             await self._world.dispatcher.serve(self._ask(number, arrival), watch)
         except Refused as error:

@@ -16,6 +16,7 @@ import xxhash
 from engine.api import Row, Sampled
 from engine.ending import end_of
 from protocol.blocks import BlockLayout
+from simulator.cores import Cores
 from simulator.cost import CostModel
 from simulator.mover import PRINT_BYTES
 
@@ -31,15 +32,23 @@ class CostEngine:
     """An engine.api.Engine."""
 
     def __init__(
-        self, cost: CostModel, layout: BlockLayout, pages: int, context: int, *, exact: bool = False
+        self,
+        cost: CostModel,
+        layout: BlockLayout,
+        pages: int,
+        context: int,
+        *,
+        exact: bool = False,
+        cores: Cores | None = None,
     ) -> None:
         self.layout = layout
         self.pages = pages
         self.context_tokens = context
         self.cost = cost
         self.exact = exact
+        self.cores = cores or Cores()
         self.computed_s = 0.0
-        """Seconds of passes since the start."""
+        """Seconds of passes since the start; of those that shared cores, as if alone."""
         self._kv = np.zeros((layout.layers, pages, PRINT_BYTES), np.uint8)
 
     def begin(self, rows: Sequence[Row]) -> "CostPass":
@@ -49,14 +58,15 @@ class CostEngine:
     async def step(self, rows: Sequence[Row]) -> list[list[Sampled]]:
         """See Engine."""
         seconds = self._step_s(rows)
-        await asyncio.sleep(seconds)
+        await self.cores.compute(seconds)
         self.computed_s += seconds
         return self._compute(rows)
 
     async def run(self, rows: Sequence[Row], steps: int, enough: asyncio.Event) -> list[list[Sampled]]:
-        """See Engine. The steps' times are a sum in closed form, so many steps cost one wait."""
-        if self.exact:
-            return await self._run_exactly(rows, steps, enough)
+        """See Engine. The steps' times are a sum in closed form, so many steps cost one wait; not where others
+        compute beside them."""
+        if self.exact or self.cores.shared:
+            return await self._run_exactly(rows, steps if self.exact else 1, enough)
         steps = min(steps, *(_left(row) for row in rows))
         clock = asyncio.get_running_loop().time
         batch, context = len(rows), sum(row.start for row in rows) + len(rows)
@@ -158,7 +168,7 @@ class CostPass:
 
     async def layer(self, layer: int) -> None:
         """See Pass."""
-        await asyncio.sleep(self._layer_s)
+        await self._engine.cores.compute(self._layer_s)
         self._engine.computed_s += self._layer_s
         if self._engine.exact:
             for row in self._rows:
@@ -183,6 +193,16 @@ def follow(layer: int, before: bytes, token: int) -> bytes:
 def draw(prints: Sequence[bytes]) -> int:
     """The next token, from all layers' KV; never END."""
     return 3 + xxhash.xxh3_64_intdigest(b"".join(prints)) % VOCAB
+
+
+def foreseen(tokens: Sequence[int], block_tokens: int, layers: int) -> list[list[bytes]]:
+    """What an exact engine's memory holds for each full block of `tokens`: a fingerprint for each layer."""
+    states, blocks = [b""] * layers, []
+    for position, token in enumerate(tokens, 1):
+        states = [follow(layer, state, token) for layer, state in enumerate(states)]
+        if position % block_tokens == 0:
+            blocks.append(states)
+    return blocks
 
 
 def foretell(prompt: Sequence[int], count: int, layers: int) -> list[int]:

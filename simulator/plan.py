@@ -7,7 +7,7 @@ from conductor.config import ConductorConfig
 from decode_pool.config import DecodeConfig
 from prefill_pool.config import PrefillConfig
 from simulator.setup import Setup
-from simulator.workload import BLOCK_TOKENS, Arrival
+from simulator.workload import Arrival
 from simulator.world import Plan
 
 IN_FLIGHT_MAX = 100_000
@@ -21,11 +21,12 @@ def plan_of(setup: Setup, arrivals: Sequence[Arrival]) -> Plan:
     """What to build for a setup and its workload."""
     cost = setup.cost()
     longest = max((arrival.tokens + arrival.output for arrival in arrivals), default=1)
-    pages = cost.pages_tokens // BLOCK_TOKENS
-    context = min(max(longest + BLOCK_TOKENS, 2 * BLOCK_TOKENS), pages * BLOCK_TOKENS)
+    step = setup.block_tokens
+    pages = cost.pages_tokens // step
+    context = min(max(longest + step, 2 * step), pages * step)
     blocks = sum(len(arrival.blocks) + 1 for arrival in arrivals)
-    segment = -(-setup.segment_tokens // BLOCK_TOKENS) or blocks + BLOCK_TOKENS
-    common: dict[str, Any] = {"block_tokens": BLOCK_TOKENS, "context_tokens": context}
+    segment = -(-setup.segment_tokens // step) or blocks + step
+    common: dict[str, Any] = {"block_tokens": step, "context_tokens": context}
     return Plan(
         cost=cost,
         prefills=setup.prefill,

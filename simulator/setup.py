@@ -12,7 +12,7 @@ from conductor.place import PLACEMENTS
 from simulator import workload
 from simulator.cost import CostModel, cost_model
 from simulator.synthetic import Phase, synthesize
-from simulator.workload import Arrival
+from simulator.workload import BLOCK_TOKENS, Arrival
 
 ADMISSIONS: tuple[str, ...] = get_args(get_type_hints(ConductorConfig)["admission"])
 """The Conductor's names for its rules of admission."""
@@ -96,6 +96,8 @@ class Setup:
     steps_max: int = 64
     """Most decode steps of one call of the engine, while nobody joins or leaves."""
 
+    block_tokens: int = BLOCK_TOKENS
+    """Tokens of a block, in the trace and in the cluster."""
     seed: int = 0
     """Of all randomness: made traffic, spread, classes, tie-breaking, the network."""
 
@@ -115,7 +117,7 @@ class Setup:
             "report_s",
         )
         self._require(0, False, *above)
-        self._require(1, True, "chunk_tokens", "steps_max")
+        self._require(1, True, "chunk_tokens", "steps_max", "block_tokens")
         self._require(
             0,
             True,
@@ -128,6 +130,10 @@ class Setup:
             "residence_s",
             "share_of_batch",
         )
+        if self.chunk_tokens % self.block_tokens:
+            raise BadSetup("chunk_tokens must be a multiple of block_tokens")
+        if self.phases and self.block_tokens != BLOCK_TOKENS:
+            raise BadSetup(f"made traffic has blocks of {BLOCK_TOKENS} tokens")
         if self.thinned > 1 or self.share_of_batch > 1:
             raise BadSetup("thinned and share_of_batch are at most 1")
         if min(self.limit or 1, self.output_limit or 1) < 1 or 0 in (self.limit, self.output_limit):
@@ -160,7 +166,7 @@ class Setup:
         if self.phases:
             arrivals = synthesize(self.phases, self.random("phases"))
         else:
-            arrivals = workload.load_trace(self.trace)
+            arrivals = workload.load_trace(self.trace, self.block_tokens)
         return self._transformed(arrivals)
 
     def _transformed(self, arrivals: Sequence[Arrival]) -> list[Arrival]:
@@ -172,7 +178,7 @@ class Setup:
             arrivals = workload.thinned(arrivals, self.thinned, self.random("thinned"))
         arrivals = workload.sped(arrivals, self.speed)
         if self.equal_prompts:
-            arrivals = workload.equal_prompts(arrivals, self.equal_prompts, self.equal_share)
+            arrivals = workload.equal_prompts(arrivals, self.equal_prompts, self.equal_share, self.block_tokens)
         arrivals = workload.outputs_times(arrivals, self.outputs_times, self.output_limit)
         return workload.share_of_batch(arrivals, self.share_of_batch, self.random("batch"))
 

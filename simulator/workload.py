@@ -43,7 +43,7 @@ class Arrival:
     output: int
     """Of the answer; at least 1."""
     blocks: list[int]
-    """One id for each BLOCK_TOKENS of the prompt, the last one perhaps for fewer. Equal ids: equal prefixes."""
+    """One id for each block of the prompt, the last one perhaps for fewer. Equal ids: equal prefixes."""
     priority: Priority = Priority.INTERACTIVE
 
 
@@ -58,26 +58,27 @@ def prompt_ids(arrival: Arrival, block_tokens: int = BLOCK_TOKENS) -> "array[int
     return ids
 
 
-def load_trace(name: str) -> list[Arrival]:
-    """A trace by its name in TRACES, or from a JSONL file of the same shape (plain, or compressed as .xz).
+def load_trace(name: str, block_tokens: int = BLOCK_TOKENS) -> list[Arrival]:
+    """A trace by its name in TRACES, or from a JSONL file of the same shape (plain, or compressed as .xz), whose
+    block ids stand for `block_tokens` tokens each.
 
     Raises BadTrace with file and line, or OSError.
     """
     if name in TRACES:
         with (files("simulator") / "traces" / f"{name}.jsonl.xz").open("rb") as packed, lzma.open(packed) as lines:
-            return _read(lines, name)
+            return _read(lines, name, block_tokens)
     if not Path(name).is_file():
         raise BadTrace(f"{name}: no such file, and no such trace: there are {' and '.join(TRACES)}")
     with lzma.open(name) if name.endswith(".xz") else open(name, "rb") as lines:
-        return _read(lines, name)
+        return _read(lines, name, block_tokens)
 
 
-def _read(lines: IO[bytes], name: str) -> list[Arrival]:
+def _read(lines: IO[bytes], name: str, block_tokens: int) -> list[Arrival]:
     arrivals: list[Arrival] = []
     try:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                arrivals.append(_arrival(line, f"{name}:{number}"))
+                arrivals.append(_arrival(line, f"{name}:{number}", block_tokens))
                 if len(arrivals) > 1 and arrivals[-1].at_s < arrivals[-2].at_s:
                     raise BadTrace(f"{name}:{number}: timestamp is before that of the line above")
     except (lzma.LZMAError, EOFError) as error:
@@ -87,7 +88,7 @@ def _read(lines: IO[bytes], name: str) -> list[Arrival]:
     return arrivals
 
 
-def _arrival(line: bytes, where: str) -> Arrival:
+def _arrival(line: bytes, where: str, block_tokens: int) -> Arrival:
     """One line of a trace. Raises BadTrace."""
     try:
         row = json.loads(line)
@@ -105,8 +106,9 @@ def _arrival(line: bytes, where: str) -> Arrival:
         raise BadTrace(f"{where}: timestamp is not a number of milliseconds: {stamp!r}")
     if not isinstance(blocks, list) or not all(type(id_) is int and 0 <= id_ < BLOCK_ID_LIMIT for id_ in blocks):
         raise BadTrace(f"{where}: hash_ids is not a list of whole numbers from 0 to 2**32 - 1")
-    if len(blocks) != _blocks(tokens):
-        raise BadTrace(f"{where}: {len(blocks)} hash_ids for {tokens} tokens, not {_blocks(tokens)}")
+    wanted = _blocks(tokens, block_tokens)
+    if len(blocks) != wanted:
+        raise BadTrace(f"{where}: {len(blocks)} hash_ids for {tokens} tokens, not {wanted}")
     return Arrival(stamp / 1000, tokens, output, blocks)
 
 
@@ -117,8 +119,8 @@ def _whole(row: dict[str, object], field: str, where: str) -> int:
     return value
 
 
-def _blocks(tokens: int) -> int:
-    return -(-tokens // BLOCK_TOKENS)
+def _blocks(tokens: int, block_tokens: int) -> int:
+    return -(-tokens // block_tokens)
 
 
 def spread(arrivals: Sequence[Arrival], rng: Random) -> list[Arrival]:
@@ -166,14 +168,16 @@ def outputs_times(arrivals: Iterable[Arrival], factor: float, limit: int | None 
     return [replace(one, output=int(min(ceiling, max(1, round(one.output * factor))))) for one in arrivals]
 
 
-def equal_prompts(arrivals: Sequence[Arrival], tokens: int, share: bool = False) -> list[Arrival]:
+def equal_prompts(
+    arrivals: Sequence[Arrival], tokens: int, share: bool = False, block_tokens: int = BLOCK_TOKENS
+) -> list[Arrival]:
     """Every prompt `tokens` long, as a control for rules that judge by length.
 
     Unless `share`, no block is ever seen twice: nothing can be reused, so every prompt costs the same prefill.
     With `share` a prompt keeps its first blocks, cut or filled up with its own: who shared a prefix still does,
     but the share of tokens that can be reused is another one, and prefills differ again.
     """
-    count = _blocks(tokens)
+    count = _blocks(tokens, block_tokens)
     fresh = 1 + max((max(arrival.blocks) for arrival in arrivals), default=0)
     equal = []
     for arrival in arrivals:

@@ -37,6 +37,7 @@ from protocol.instance import Role, Work, run_instance
 from protocol.registry import DEAD_AFTER_REPORTS, Heard, Load, Pool
 from protocol.rpc import Server
 from protocol.tasks import together
+from simulator.cores import Cores
 from simulator.cost import CostModel
 from simulator.engine import CostEngine
 from simulator.mover import Memory, SimMover, SimSegment, Wire
@@ -98,6 +99,7 @@ class World:
         self.index = Index()
         self._lives = itertools.count(1)
         self._buses: dict[str, Wire] = {}
+        self._cores = Cores(plan.cost.speeds)
         self._build_conductor()
 
     def _build_conductor(self) -> None:
@@ -241,7 +243,10 @@ class World:
         return Incarnation(f"life-{next(self._lives)}")
 
     def _engine(self, pages: int) -> CostEngine:
-        return CostEngine(self.plan.cost, self.layout, pages, self.plan.context_tokens, exact=self.plan.exact)
+        plan = self.plan
+        return CostEngine(
+            plan.cost, self.layout, pages, plan.context_tokens, exact=plan.exact, cores=self._cores
+        )
 
     def _bus(self, host: str) -> Wire:
         return self._buses.setdefault(host, Wire(self.plan.cost.host_bytes_s))

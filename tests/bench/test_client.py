@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench.client import Seen, StreamFailed, read_stream, session, steady_tpot_s, stream_answer
+from bench.client import Refused, Seen, StreamFailed, _reason, read_stream, session, steady_tpot_s, stream_answer
 from tests.bench.endpoint import an_endpoint, lines
 
 
@@ -69,10 +69,21 @@ async def test_an_answer_is_asked_for_in_full_and_timed() -> None:
     assert (body["max_tokens"], body["temperature"], body["ignore_eos"], body["stream"]) == (4, 0, True, True)
 
 
+async def test_more_can_be_asked_for() -> None:
+    async with an_endpoint() as endpoint, session() as http:
+        await stream_answer(http, endpoint.url, [5], 1, ttft_limit_s=2.5)
+    assert endpoint.bodies[0]["ttft_limit_s"] == 2.5
+
+
 async def test_a_refusal_is_told() -> None:
     async with an_endpoint(0) as endpoint, session() as http:
-        with pytest.raises(StreamFailed, match="HTTP 429: full"):
+        with pytest.raises(Refused, match="HTTP 429: full"):
             await stream_answer(http, endpoint.url, [1], 1)
+
+
+def test_a_refusal_is_told_by_its_reason() -> None:
+    assert _reason('{"error": {"code": "ttft"}}') == "ttft"
+    assert _reason("[]") == "HTTP 429: []"
 
 
 async def test_a_service_that_is_not_there_is_a_failure() -> None:

@@ -76,3 +76,12 @@ def test_a_cost_that_is_negative_or_nothing_is_refused() -> None:
         replace(model, prefill=PassCost(-1.0, 1.0, 0.0))
     with pytest.raises(ValueError, match="take time"):
         replace(model, step=StepCost(0.0, 1.0, 1.0))
+
+
+def test_what_a_request_costs_and_who_shares_cores_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "here.json"
+    model = replace(MODELS["llama3-70b-a800"], request_s=0.01, speeds=(1.0, 0.9))
+    path.write_text(json.dumps(body_of(model)))
+    assert this_machine(path) == model
+    with pytest.raises(ValueError, match="speeds are above 0"):
+        replace(model, speeds=(1.0, 0.0))

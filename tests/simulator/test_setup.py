@@ -64,6 +64,9 @@ def test_limits_and_costs_are_those_of_its_fields() -> None:
         ({"margin": -0.1}, "margin must be at least 0"),
         ({"share_of_batch": 1.5}, "at most 1"),
         ({"steps_max": 0}, "steps_max must be at least 1"),
+        ({"block_tokens": 0}, "block_tokens must be at least 1"),
+        ({"block_tokens": 48}, "chunk_tokens must be a multiple of block_tokens"),
+        ({"block_tokens": 16, "phases": (Phase(1, 1.0),)}, "made traffic has blocks of 512 tokens"),
     ],
 )
 def test_what_cannot_be_run_is_refused_by_name(change: dict[str, object], sentence: str) -> None:

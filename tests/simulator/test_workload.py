@@ -162,3 +162,15 @@ def test_classes_and_thinning_follow_the_share_and_the_seed() -> None:
     assert share_of_batch(given_, 0.0, Random(1)) == given_
     assert 550 < len(thinned(given_, 0.6, Random(1))) < 650
     assert thinned(given_, 0.6, Random(1)) == thinned(given_, 0.6, Random(1))
+
+
+def test_a_trace_may_have_blocks_of_another_size(tmp_path: Path) -> None:
+    path = tmp_path / "small.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 33, "output_length": 1, "hash_ids": [4, 5, 6]}')
+    [arrival] = load_trace(str(path), 16)
+    assert arrival.blocks == [4, 5, 6]
+    assert list(prompt_ids(arrival, 16)) == [4] * 16 + [5] * 16 + [6]
+    [equal] = equal_prompts([arrival], 40, True, 16)
+    assert equal.blocks[:3] == [4, 5, 6]
+    with pytest.raises(BadTrace, match="3 hash_ids for 33 tokens, not 1"):
+        load_trace(str(path))
