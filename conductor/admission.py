@@ -28,13 +28,13 @@ from kvcache_pool.api import Found
 from protocol.ids import RequestId
 from protocol.registry import Pool
 
-WALK_EVERY_S = 0.01
+WALK_EVERY_S = 0.02
 """At most so often are those who wait looked at, however much happens."""
 
 TICK_S = 0.25
 """So often they are looked at although nothing seems to have happened: predictions change with time."""
 
-MISSES_MAX = 8
+MISSES_MAX = 4
 """A walk ends when so many held requests did not fit: those behind them hardly will."""
 
 LOOKUP_EVERY_S = 2.0

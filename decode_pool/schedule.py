@@ -107,11 +107,16 @@ class Schedule:
         return True
 
     def admit(self) -> list[Sequence]:
-        """Give pages to waiting sequences, in order, while there is room; they are loading then."""
+        """Give pages to waiting sequences, in order, while there is room; they are loading then.
+
+        One page stays free for each sequence that is here already: all fill their last page sooner or later, and
+        whoever is let in today at the price of a preemption tomorrow costs everybody a recomputation.
+        """
         admitted = []
         while self._waiting and self.loading + self.running < self._batch_max:
             sequence = next(iter(self._waiting.values()))
-            pages = self._pages.take(pages_for(len(sequence.tokens), self._block_tokens))
+            wanted, spare = pages_for(len(sequence.tokens), self._block_tokens), self.loading + self.running
+            pages = self._pages.take(wanted) if wanted + spare <= self._pages.free else None
             if pages is None:
                 break  # no overtaking: a long request would starve behind short ones
             del self._waiting[sequence.key]

@@ -28,7 +28,9 @@ HOT_BLOCKS = 100
 class Watch:
     """A conductor.ask.Reply that keeps times instead of text."""
 
-    def __init__(self) -> None:
+    def __init__(self, transfer_s: float) -> None:
+        """`transfer_s`: what moving the prompt's KV to decode takes at the least."""
+        self._transfer_s = transfer_s
         self.admitted_at: float | None = None
         self.reused: int | None = None
         """Tokens; None until the prompt is computed."""
@@ -57,6 +59,7 @@ class Watch:
             self.first_at = now
         elif self.hand_over_s is None:
             self.hand_over_s = gap_s
+            self.gaps.append((max(gap_s - self._transfer_s, 0.0), 1))
         else:
             self.gaps.append((gap_s, 1))
         if count > 1:
@@ -109,7 +112,9 @@ class Driver:
         return self.run
 
     async def _serve(self, number: int, arrival: Arrival) -> Outcome:
-        watch, refused, failed = Watch(), "", ""
+        cost = self._world.plan.cost
+        watch = Watch(arrival.tokens * cost.kv_bytes_token / cost.network_bytes_s)
+        refused = failed = ""
         await asyncio.sleep(self._world.plan.cost.request_s)
         try:
             await self._world.dispatcher.serve(self._ask(number, arrival), watch)

@@ -1,8 +1,8 @@
 """What became of each request, and what that comes to. Times in seconds from the start of the run.
 
 TBT of a request is the mean of its longest tenth of token gaps, as the FAST 2025 paper of Mooncake judges it; TPOT
-is the mean of its gaps. The gap before the second token is kept apart, as the hand-over: it holds the moving of the
-KV and the wait for room in decode, and with short answers of long prompts it would be the longest tenth by itself.
+is the mean of its gaps. The gap before the second token counts without the time that moving the prompt's KV takes at
+the least (so the wait for room in decode counts); as a whole it is the hand-over.
 """
 
 import math

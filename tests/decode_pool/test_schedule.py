@@ -68,12 +68,12 @@ def test_nobody_overtakes_who_waits_for_pages():
 
 
 def test_the_youngest_gives_way_and_comes_back_first():
-    schedule = a_schedule(pages=4)
+    schedule = a_schedule(pages=5)
     old, young = a_sequence("old", 8), a_sequence("young", 7)
     joined(schedule, old, young)
     schedule.add(a_sequence("newcomer", 2))
     hindered: list[Sequence] = []
-    for _ in range(2):
+    for _ in range(3):
         run_step(schedule, hindered)
     assert hindered == [young]
     assert schedule.preempted == 1
@@ -81,6 +81,17 @@ def test_the_youngest_gives_way_and_comes_back_first():
     assert not young.pages
     schedule.remove(("old", 0))
     assert [s.key[0] for s in schedule.admit()] == ["young", "newcomer"]
+
+
+def test_nobody_is_let_in_at_the_price_of_a_preemption():
+    """Whoever is here fills his last page sooner or later: a page for each stays free."""
+    schedule = a_schedule(pages=4)
+    joined(schedule, a_sequence("here", 5))
+    schedule.add(a_sequence("newcomer", 6))
+    assert schedule.admit() == []
+    schedule.remove(("here", 0))
+    assert [s.key[0] for s in schedule.admit()] == ["newcomer"]
+    assert schedule.preempted == 0
 
 
 def test_what_was_lost_is_recomputed_in_chunks_beside_the_batch():
