@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from simulator.cost import BadCostModel
-from simulator.experiments import hit_rates, run
+from simulator.experiments import hit_rates, rivals, run
 from simulator.parallel import Tell
 from simulator.plot import NoMatplotlib
 from simulator.setup import BadSetup
@@ -61,6 +61,7 @@ class Experiment(Protocol):
 EXPERIMENTS: Mapping[str, Experiment] = {
     "run": run,
     "hit-rates": hit_rates,
+    "rivals": rivals,
 }
 """By name: a new one is a module there and a line here."""
 

@@ -28,6 +28,10 @@ HOT = (1, 10, 100)
 """Copies are drawn as the mean of so many of the hottest blocks."""
 
 
+Lines = dict[str, tuple[Sequence[float], Sequence[float]]]
+"""x and y by label."""
+
+
 class NoMatplotlib(Exception):
     """The optional extra is not installed; the text says how to get it."""
 
@@ -153,6 +157,35 @@ def draw_lines(
     if logarithmic:
         axes.set_xscale("log")
     axes.set(xlabel=labels[0], ylabel=labels[1], ylim=(0, None))
+    return _saved(figure, path)
+
+
+def draw_panels(
+    panels: Mapping[str, Lines],
+    labels: tuple[str, str],
+    title: str,
+    path: Path,
+    columns: int,
+    level: float,
+) -> Path:
+    """Shares over something, a panel for each name, `columns` in a row, all with equal axes.
+
+    A label has the same style in every panel. `level` is drawn across each.
+    """
+    rows = -(-len(panels) // columns)
+    figure = _figure(1.1 * rows, title)
+    all_labels = dict.fromkeys(label for lines in panels.values() for label in lines)
+    styles = dict(zip(all_labels, _styles(), strict=False))
+    first: Axes | None = None
+    for place, (name, lines) in enumerate(panels.items(), start=1):
+        axes = figure.add_subplot(rows, columns, place, sharex=first, sharey=first)
+        first = first or axes
+        for label, (x, y) in lines.items():
+            axes.plot(x, y, marker="o", markersize=3, label=label, **styles[label])
+        axes.axhline(level, color="0.4", linewidth=1)
+        axes.set(title=name, ylim=(0, 1.02))
+        axes.set_xlabel(labels[0] if place > len(panels) - columns else "")
+        axes.set_ylabel(labels[1] if place % columns == 1 or columns == 1 else "")
     return _saved(figure, path)
 
 

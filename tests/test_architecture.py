@@ -64,6 +64,8 @@ PURE = {
     "protocol/registry.py",
     "simulator/hitrates.py",
     "simulator/record.py",
+    "simulator/rivals/colocated.py",
+    "simulator/rivals/search.py",
     "simulator/table.py",
 }
 IMPURE_MODULES = {
