@@ -100,8 +100,8 @@ def test_a_prompt_alone_is_computed_in_chunks_and_then_decoded() -> None:
 
 
 def test_decode_rows_come_first_and_the_oldest_prompts_share_the_rest() -> None:
-    """Step 1: the first prompt. Step 2: its row, and 99 tokens of the second. Step 3: the row, 51 of the second, 48
-    of the third. Step 4: the row, the last 2 of the third. Step 5: the row of the third."""
+    """Step 1: the first prompt. Step 2: its row, and 99 tokens of the second. Step 3: the row, 51 of the second,
+    48 of the third. Step 4: the row, the last 2 of the third. Step 5: the row of the third."""
     arrivals = [
         an_arrival(tokens=100, output=4),
         an_arrival(1.0, tokens=150),
