@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import estimates, load, overlap, reuse, start, tax
+from bench import estimates, load, overlap, reuse, start, tax, truth
 from bench.client import StreamFailed
 from bench.machine import machine_facts, watched
 from bench.report import Row, facts, table
@@ -33,6 +33,7 @@ examples:
   python -m bench tax --runs 9
   python -m bench load --streams 16 --requests 64 --prompt-tokens 1024 --output-tokens 128
   python -m bench load --url http://127.0.0.1:8000 --rate 2.5
+  python -m bench truth --record live.json
 
 Figures mean something only on a machine that does nothing else: the report says what others took of it.
 """
@@ -83,6 +84,7 @@ ABOUTS = {
     "overlap": overlap.ABOUT,
     "estimates": estimates.ABOUT,
     "load": load.ABOUT,
+    "truth": truth.ABOUT,
 }
 
 
@@ -102,6 +104,7 @@ def _benchmarks(setup: Setup, arguments: argparse.Namespace) -> Mapping[str, Mea
         "overlap": lambda: overlap.run(setup),
         "estimates": lambda: estimates.run(setup),
         "load": lambda: load.run(setup, wanted, arguments.url),
+        "truth": lambda: truth.run(setup, truth.Choices(arguments.span, arguments.record)),
     }
 
 
@@ -140,6 +143,9 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--prompt-tokens", type=_positive, default=default.prompt_tokens, help="(%(default)s)")
     group.add_argument("--output-tokens", type=_positive, default=default.output_tokens, help="(%(default)s)")
     group.add_argument("--vocab", type=_positive, default=default.vocab, help="ids are below this (%(default)s)")
+    group, choices = parser.add_argument_group("for truth"), truth.Choices()
+    group.add_argument("--span", type=float, default=choices.span_s, help="seconds of each part (%(default)s)")
+    group.add_argument("--record", type=Path, metavar="FILE", help="write what `dango sim truth --live` reads")
     return parser
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from simulator.cost import BadCostModel
-from simulator.experiments import hit_rates, rivals, run
+from simulator.experiments import hit_rates, rivals, run, truth
 from simulator.parallel import Tell
 from simulator.plot import NoMatplotlib
 from simulator.setup import BadSetup
@@ -62,6 +62,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "run": run,
     "hit-rates": hit_rates,
     "rivals": rivals,
+    "truth": truth,
 }
 """By name: a new one is a module there and a line here."""
 

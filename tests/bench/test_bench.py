@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bench.__main__ import QUIET_THREADS, main
+from simulator.experiments.truth import Recording
 from tests.tiny import VOCAB, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,12 +87,22 @@ def test_load_is_answered(model: Path, tmp_path: Path, loop: tuple[str, str]) ->
     assert rows["requests failed"]["measured"]["median"] == 0
 
 
+@pytest.mark.cluster
+def test_a_live_run_is_recorded_and_simulated(model: Path, tmp_path: Path) -> None:
+    recording = tmp_path / "live.json"
+    rows = measured(model, tmp_path, "truth", "--span", "2", "--record", str(recording))
+    assert rows["moderate: median TTFT, simulated"]["ratio"] > 0
+    parts = Recording.read(recording).parts
+    assert [part.name for part in parts] == ["moderate", "overload"]
+    assert all(one.refused or one.ttft_s for part in parts for one in part.requests)
+
+
 def test_the_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["--help"])
     assert end.value.code == 0
     told = capsys.readouterr().out
-    for word in ("tax", "reuse", "overlap", "start", "estimates", "load", "all", "--json", "examples"):
+    for word in ("tax", "reuse", "overlap", "start", "estimates", "load", "truth", "all", "--json", "examples"):
         assert word in told
 
 
