@@ -225,7 +225,7 @@ class Admission:
         """Give the choice a decode instance, and enter it there; None if it must wait. Raises Refused."""
         wanted, now = admitted.wanted, _now()
         candidate = Candidate(wanted.prompt.tokens, wanted.priority, wanted.limits, wanted.arrived_at)
-        judge = self.gate.best if wanted.promised else self.gate.hand_over
+        judge = self.gate.best if wanted.promised or admitted.handed_over else self.gate.hand_over
         judgement = judge(candidate, self._view, self.estimates, self.lengths, now)
         if judgement.verdict is Verdict.HOLD:
             return None
@@ -234,6 +234,7 @@ class Admission:
         if judgement.decode is None:
             raise Refused(Refusal("no_decode", "; ".join(self._view.missing()), RETRY_NOBODY_S))
         admitted.moved(choice, judgement.decode, now)
+        admitted.handed_over = True
         return judgement.decode
 
     def _walk_computed(self) -> None:

@@ -243,10 +243,11 @@ class Gate:
 
     def _bound(self, candidate: Candidate, forecast: Forecast) -> tuple[float, float]:
         """The longest step allowed, and the share of the memory. On an empty instance the plain limit: whoever
-        would break that could never be served, and nobody else is there to be spared."""
+        would break that could never be served, and nobody else is there to be spared. Memory is no reason there:
+        what an answer is expected to grow by is a mean, and whoever it keeps out would be kept out for ever."""
         rules, limit_s = self.rules, candidate.limits.tbt_s
         if forecast.alone:
-            return limit_s * (1.0 + rules.margin), 1.0
+            return limit_s * (1.0 + rules.margin), math.inf
         batch = candidate.priority is Priority.BATCH
         share = rules.batch_share if batch else 1.0
         closed = Priority.INTERACTIVE in self._closed or (batch and Priority.BATCH in self._closed)

@@ -46,6 +46,8 @@ class Admitted:
         self.wanted = wanted
         self.plan = plan
         self.began_at = clock()
+        self.handed_over = False
+        """One of its choices has a place in decode for good, so the others get theirs."""
         self._view = view
         self._clock = clock
         self._left = left

@@ -30,6 +30,7 @@ from protocol.blocks import block_hashes
 from protocol.errors import Abandoned, BadMessage, DangoError, DeadlineExceeded, PeerLost
 from protocol.ids import BlockHash, Ids, RequestId
 from protocol.message import Message
+from protocol.rpc import Client
 from protocol.tasks import together
 
 LAST_WORD_S = 1.0
@@ -38,7 +39,10 @@ LAST_WORD_S = 1.0
 RETRY_BUSY_S = 1.0
 """When to come back to a full queue: it turns over in about this time."""
 
-AGAIN = (PeerLost, Abandoned, PrefixLost, StoreLost, LeaseLost)
+ROUNDING_S = 0.001
+"""Two deadlines that are meant to be the same differ by less."""
+
+AGAIN = (PeerLost, Abandoned, DeadlineExceeded, PrefixLost, StoreLost, LeaseLost)
 """Failures of an instance or of the pool, not of the request: another placement may well succeed."""
 
 BUSY = (PoolFull, PrefillBusy, DecodeBusy)
@@ -108,13 +112,17 @@ class Dispatcher:
                 raise _refused(refusal, choices) from error
             except Refused as error:
                 raise _refused(error.refusal, choices) from error
-            except (TimeoutError, DeadlineExceeded) as error:
-                late = f"The request was not finished within {ask.within_s:.3g} s."
-                raise Failed("The service is shutting down." if self._draining else late) from error
-            except DangoError as error:
-                # What it says is about addresses and instances: for the log, not for the client.
-                log.warning("failed: %s", error, extra={"request": ask.request})
-                raise Failed("The service lost an instance that this request needed; try again.") from error
+            except (TimeoutError, DangoError) as error:
+                raise Failed(self._why_failed(job, error)) from error
+
+    def _why_failed(self, job: Job, error: Exception) -> str:
+        """For the client. A call's deadline may be the request's own, or that of the directory."""
+        if isinstance(error, TimeoutError) or job.left_s < ROUNDING_S:
+            late = f"The request was not finished within {job.ask.within_s:.3g} s."
+            return "The service is shutting down." if self._draining else late
+        # What it says is about addresses and instances: for the log, not for the client.
+        log.warning("failed: %s", error, extra={"request": job.request})
+        return "The service lost an instance that this request needed; try again."
 
     async def _serve(self, job: Job, choices: list[Choice]) -> None:
         try:
@@ -137,16 +145,13 @@ class Dispatcher:
         with await self._admission.admit(
             wanted, lambda: self._lookup(blocks[: wanted.prompt.reusable])
         ) as admitted:
-            if not wanted.promised:
-                job.reply.admitted()
+            job.admitted()
             self._metrics.placed()
             held = HeldLease(self._directory, self._room, self._acquire(job, admitted.plan, tokens, blocks))
             async with held as lease:
                 placed = Placed(admitted, held, lease, tokens, blocks)
                 prefilled = await self._prefill(job, choices, placed)
-                if not wanted.promised:
-                    job.reused_tokens = prefilled.reused_tokens
-                    job.reply.prefilled(prefilled.reused_tokens)
+                job.prefilled(prefilled.reused_tokens)
                 joining = Countdown(len(choices), held)
                 firsts = zip(choices, prefilled.first, strict=True)
                 await together(self._follow(job, c, first, placed, joining) for c, first in firsts)
@@ -161,14 +166,16 @@ class Dispatcher:
             limits=job.ask.limits,
             arrived_at=job.arrived_at,
             ends_at=job.ends_at,
-            promised=any(choice.output for choice in choices),
+            promised=job.told.tokens,
         )
 
     async def _lookup(self, blocks: list[BlockHash]) -> Found:
-        """How much of the prompt is cached, and where; nothing, while there is nobody to compute the rest."""
-        if self._view.missing():
-            return Found(0, {})
-        return await self._directory.get().lookup(blocks)
+        """How much of the prompt is cached, and where; nothing, while there is nobody to compute the rest, or no
+        answer: the prompt is cold then, which is no reason to fail."""
+        if not self._view.missing():
+            with contextlib.suppress(PeerLost, DeadlineExceeded):
+                return await self._directory.get().lookup(blocks)
+        return Found(0, {})
 
     def _acquire(self, job: Job, plan: Placement, tokens: Ids, blocks: list[BlockHash]) -> Acquire:
         """What to lease. Raises PoolFull when that is more than the whole pool has."""
@@ -193,7 +200,7 @@ class Dispatcher:
             copies=lease.copies,
         )
         async with self._watched(plan.prefill):
-            prefilled = await self._peers.of(plan.prefill).call(message, Prefilled, within_s=job.left_s)
+            prefilled = await self._peer(plan.prefill).call(message, Prefilled, within_s=job.left_s)
         placed.admitted.prefilled()
         if plan.source is not None and prefilled.load_s:
             self._admission.estimates.learn_transfer(plan.source, plan.fetched_bytes, prefilled.load_s, _now())
@@ -235,7 +242,7 @@ class Dispatcher:
         began, message = _now(), self._decode(job, choice, placed)
         async with (
             self._watched(instance),
-            self._peers.of(instance).stream(message, within_s=job.left_s) as stream,
+            self._peer(instance).stream(message, within_s=job.left_s) as stream,
         ):
             async for answer in stream:
                 if await self._advance(job, choice, answer.message, placed.admitted, joining):
@@ -282,6 +289,7 @@ class Dispatcher:
     async def _emit(self, job: Job, choice: Choice, said: Tokens) -> bool:
         """Send tokens to the client. True: the client's stop string ended the choice."""
         choice.output.extend(said.tokens)
+        job.told.tokens = True
         choice.ended = not await job.reply.tokens(choice.index, said)
         return choice.ended
 
@@ -294,6 +302,14 @@ class Dispatcher:
             choice.ended = True
             await job.reply.end(choice.index, reason)
         return choice.ended
+
+    def _peer(self, instance: Instance) -> Client:
+        """The connection to an instance. Raises PeerLost if it was given up since the request was placed there: a
+        connection that is made after that is nobody's to close."""
+        living = self._view.find(instance.name)
+        if living is None or living.incarnation != instance.incarnation:
+            raise PeerLost(f"{instance.name} was given up")
+        return self._peers.of(instance)
 
     @contextlib.asynccontextmanager
     async def _watched(self, instance: Instance) -> AsyncIterator[None]:

@@ -24,6 +24,16 @@ class Choice:
 
 
 @dataclass
+class Told:
+    """What the client has heard of its request, by whichever attempt and choice."""
+
+    admitted: bool = False
+    prefilled: bool = False
+    tokens: bool = False
+    """Some of any choice."""
+
+
+@dataclass
 class Job:
     """A request under way: what was asked, who hears the answer, and when it must be over."""
 
@@ -33,6 +43,21 @@ class Job:
     request: RequestId
     """What instances know it by; each choice that is placed again is a request of its own to them."""
     reused_tokens: int = 0
+    told: Told = field(default_factory=Told)
+    """One for all jobs that this request has become."""
+
+    def admitted(self) -> None:
+        """An attempt begins; the client hears of the first."""
+        if not self.told.admitted:
+            self.told.admitted = True
+            self.reply.admitted()
+
+    def prefilled(self, reused_tokens: int) -> None:
+        """The prompt is computed; the client hears of the first time, unless it has tokens already."""
+        if not (self.told.prefilled or self.told.tokens):
+            self.told.prefilled = True
+            self.reused_tokens = reused_tokens
+            self.reply.prefilled(reused_tokens)
 
     @property
     def arrived_at(self) -> float:

@@ -13,6 +13,11 @@ class Peers:
         self._transport = transport
         self._clients: dict[Incarnation, Client] = {}
 
+    @property
+    def known(self) -> list[Incarnation]:
+        """Whom a connection is kept for."""
+        return list(self._clients)
+
     def of(self, instance: Instance) -> Client:
         """The connection to a living instance, made at first use."""
         client = self._clients.get(instance.incarnation)

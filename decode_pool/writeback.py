@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvcache_pool.api import Acquire, DirectoryLink, Mover, Priority, new_lease
 from protocol.errors import DangoError
-from protocol.ids import BlockHash, RequestId, SegmentId
+from protocol.ids import BlockHash, LeaseId, RequestId, SegmentId
 
 BLOCKS_MAX = 64
 """Blocks that wait to be written: a few steps of a full batch; 23 MB of the default model's."""
@@ -70,5 +70,8 @@ class WriteBack:
             await self._mover.write_blocks(lease.targets, [block.runs[:, 0]], Priority.WRITE_BACK)
             await directory.commit(lease.lease, [0], [chain[-1]])
         finally:
-            with contextlib.suppress(DangoError):  # it then ends by itself; a cancellation must go on
-                await asyncio.shield(self._directory.get().release(ask.lease, chain[:-1]))
+            await asyncio.shield(self._release(ask.lease, chain[:-1]))
+
+    async def _release(self, lease: LeaseId, prefix: list[BlockHash]) -> None:
+        with contextlib.suppress(DangoError):  # it then ends by itself; a cancellation must go on
+            await self._directory.get().release(lease, prefix)

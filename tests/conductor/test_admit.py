@@ -179,6 +179,7 @@ def test_an_empty_instance_takes_whoever_could_be_served_at_all():
         assert judged(gate, a_pool(), priority=priority, limits=just).verdict is ADMIT
         never = Limits(10.0, alone_s * 0.999)
         assert judged(a_gate(hold=False), a_pool(), priority=priority, limits=never).reason == "tbt"
+        assert judged(a_gate(), a_pool(blocks=1), priority=priority, tokens=3000).verdict is ADMIT
 
 
 def test_what_others_were_promised_binds_who_comes_later():

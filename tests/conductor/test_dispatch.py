@@ -9,7 +9,9 @@ from conductor.ask import Failed, Refused
 from conductor.view import Stream
 from decode_pool.api import Tokens
 from engine.api import EndReason
+from kvcache_pool.api import Directory
 from kvcache_pool.transfer.mover import Reach
+from protocol.errors import DeadlineExceeded, PeerLost
 from protocol.ids import RequestId
 from protocol.registry import Pool
 from tests.cluster import Listener, a_cluster, an_ask
@@ -285,3 +287,49 @@ async def test_draining_passes_over_a_request_whose_deadline_is_ending_it_alread
         await cluster.dispatcher.drain(0.0)
         with pytest.raises(Failed):
             await task
+
+
+class Failing:
+    """A method of the directory's client that fails so many times, as if no answer came in time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, times: int) -> None:
+        whole = getattr(Directory, name)
+        self.left = times
+
+        async def failing(directory: Directory, *arguments: object) -> object:
+            if self.left:
+                self.left -= 1
+                raise DeadlineExceeded("the directory said nothing")
+            return await whole(directory, *arguments)
+
+        monkeypatch.setattr(Directory, name, failing)
+
+
+async def test_a_lookup_without_an_answer_makes_a_prompt_cold_and_fails_nobody(monkeypatch: pytest.MonkeyPatch):
+    async with a_cluster() as cluster:
+        assert (await cluster.serve(an_ask(PROMPT))).reused == [0]
+        Failing(monkeypatch, "lookup", 1)
+        reply = await cluster.serve(an_ask(PROMPT))
+        assert (reply.said[0], reply.reused) == (foretell(PROMPT, 8), [0])
+        assert cluster.counted("dango:replacements_total") == 0
+        assert (await cluster.serve(an_ask(PROMPT))).reused == [20]
+
+
+async def test_a_call_to_the_directory_that_takes_too_long_is_not_the_requests_own_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    async with a_cluster() as cluster:
+        directory = Failing(monkeypatch, "acquire", 1)
+        assert (await cluster.serve(an_ask(PROMPT))).said[0] == foretell(PROMPT, 8)
+        directory.left = 10**9
+        with pytest.raises(Failed, match="lost an instance"):
+            await cluster.serve(an_ask(PROMPT))
+        await cluster.at_rest()
+
+
+async def test_no_connection_is_made_to_an_instance_that_was_given_up_meanwhile():
+    async with a_cluster() as cluster:
+        (instance,) = cluster.view.of(Pool.DECODE)
+        cluster.view.give_up(instance)
+        with pytest.raises(PeerLost, match="given up"):
+            cluster.dispatcher._peer(instance)

@@ -1,13 +1,16 @@
 """What decoding makes goes back to the pool: along its chain, best effort, and never in the way."""
 
 import asyncio
+import gc
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from decode_pool.writeback import BLOCKS_MAX, Block, WriteBack
 from kvcache_pool.api import Directory, DirectoryLink, new_lease
-from protocol.ids import RequestId
+from protocol.errors import PeerLost
+from protocol.ids import BlockHash, LeaseId, RequestId
 from tests.fakes import MemoryMover
 from tests.kvcache_pool.builders import LAYOUT, a_pool, an_ask, names
 
@@ -80,3 +83,28 @@ async def test_the_queue_is_bounded():
 
 def test_names_of_leases_are_unlike():
     assert len({new_lease() for _ in range(100)}) == 100
+
+
+async def test_one_that_is_ended_while_it_gives_its_lease_back_leaves_no_error_behind(tmp_path: Path):
+    """The directory goes away at the same moment: nobody is left who could hear of it."""
+    unheard: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
+    asked = asyncio.Event()
+
+    class Silent(Directory):
+        async def release(self, lease: LeaseId, prefix: Sequence[BlockHash] = ()) -> None:
+            asked.set()
+            await asyncio.sleep(0.01)
+            raise PeerLost("closed")
+
+    async with a_pool(tmp_path, 4) as pool:
+        back = WriteBack(MemoryMover(), Link(Silent(pool.directory._client)))
+        back.offer(a_block(1))
+        task = asyncio.create_task(back.run())
+        await asked.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.sleep(0.02)
+        gc.collect()
+        await asyncio.sleep(0)
+    assert unheard == []
