@@ -59,7 +59,7 @@ class Watch:
             self.first_at = now
         elif self.hand_over_s is None:
             self.hand_over_s = gap_s
-            self.gaps.append((max(gap_s - self._transfer_s, 0.0), 1))
+            self.gaps.append((max(gap_s - self._transfer_s - each_s, 0.0), 1))
         else:
             self.gaps.append((gap_s, 1))
         if count > 1:

@@ -7,7 +7,7 @@ from conductor.config import ConductorConfig
 from decode_pool.config import DecodeConfig
 from prefill_pool.config import PrefillConfig
 from simulator.setup import Setup
-from simulator.workload import Arrival
+from simulator.workload import BLOCK_TOKENS, Arrival
 from simulator.world import Plan
 
 IN_FLIGHT_MAX = 100_000
@@ -38,7 +38,7 @@ def plan_of(setup: Setup, arrivals: Sequence[Arrival]) -> Plan:
             steps_max=setup.steps_max,
             batch_max=BATCH_MAX,
             queue_max=IN_FLIGHT_MAX,
-            chunk_tokens=setup.chunk_tokens,
+            chunk_tokens=BLOCK_TOKENS,
             write_back=False,
         ),
         segment_blocks=segment,

@@ -1,8 +1,9 @@
 """What became of each request, and what that comes to. Times in seconds from the start of the run.
 
 TBT of a request is the mean of its longest tenth of token gaps, as the FAST 2025 paper of Mooncake judges it; TPOT
-is the mean of its gaps. The gap before the second token counts without the time that moving the prompt's KV takes at
-the least (so the wait for room in decode counts); as a whole it is the hand-over.
+is the mean of its gaps. The gap before the second token counts without what a hand-over takes at the least,
+moving the prompt's KV and the end of the step under way: so the wait for room in decode counts. As a whole it is
+`hand_over_s`.
 """
 
 import math
