@@ -51,6 +51,9 @@ then have about equal work. Prompts are scaled by the size of a block, so that b
 BATCH = 2
 """Rows of a decode step, where the load that a request makes is reckoned up."""
 
+TURNS = 3
+"""How many requests there are depends on their work, and that on which they are; it settles at once, nearly."""
+
 WARM_SHARE = 0.15
 """Of a part's requests: not judged."""
 
@@ -72,7 +75,7 @@ class Wanted:
 
 PARTS = (
     Wanted("moderate", 0.65, 1000, 30.0),
-    Wanted("overload", 1.5, 4000, 5.0),
+    Wanted("overload", 1.8, 4000, 5.0),
 )
 """Limits as by default; and one that a long queue breaks, but no prompt alone except the very longest."""
 
@@ -162,8 +165,10 @@ def workload(cost: CostModel, block_tokens: int, wanted: Wanted, span_s: float) 
     """A slice of the conversation trace, scaled down, as fast as the part's load wants it."""
     whole = SimulatedSetup(skip=wanted.skip, spread=True, seed=SEED_OF_TRACE).arrivals()
     scaled = [scaled_down(arrival, block_tokens) for arrival in whole]
-    rate = wanted.load * capacity(cost) / (work_s(scaled, cost, block_tokens) / len(scaled))
-    chosen = scaled[: max(round(rate * span_s), 2)]
+    chosen = scaled
+    for _ in range(TURNS):
+        rate = wanted.load * capacity(cost) * len(chosen) / work_s(chosen, cost, block_tokens)
+        chosen = scaled[: max(round(rate * span_s), 2)]
     speed = rate * chosen[-1].at_s / (len(chosen) - 1)
     return [replace(arrival, at_s=arrival.at_s / speed) for arrival in chosen]
 
