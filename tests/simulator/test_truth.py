@@ -25,6 +25,9 @@ COST = CostModel(
     request_s=0.005,
     speeds=(1.0, 0.8),
 )
+RECORDED = Path(__file__).with_name("live.json")
+"""The default model on two cores that other programs used as well: 44 requests."""
+
 SETTINGS = {"prefill": 2, "decode": 2, "block_tokens": 16, "chunk_tokens": 512, "steps_max": 1, "report_s": 0.5}
 
 
@@ -78,6 +81,19 @@ def test_a_lone_request_takes_what_the_cost_model_says(live: Path, capsys: pytes
     assert tpot["simulated"] == pytest.approx(0.030, rel=0.05)
     assert (refused["live"], refused["simulated"]) == (0, 0)
     assert all(line["agrees"] for line in (ttft, tpot, refused))
+
+
+def test_a_run_of_the_real_service_is_simulated_to_within_a_factor_of_two(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["truth", "--live", str(RECORDED), "--json", "-"]) == 0
+    parts = json.loads(capsys.readouterr().out)["parts"]
+    assert parts.keys() == {"moderate", "overload"}
+    for part in parts.values():
+        ttft, tpot, refused = part["figures"][:3]
+        assert 0.5 < ttft["ratio"] < 2
+        assert 0.5 < tpot["ratio"] < 2
+        assert abs(refused["simulated"] - refused["live"]) <= 3
 
 
 def test_it_is_told_drawn_and_kept(live: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
