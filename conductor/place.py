@@ -5,7 +5,9 @@ instance either uses the prefix that its own home holds, or fetches a longer one
 
     ttft_s = transfer_s (what is fetched) + queue_s (what waits there) + prefill_s (the tokens that are left)
 
-and the least wins. Ties go to the instance with fewer prompts placed on it, then to the first by name.
+and the least wins. Ties go to the instance with fewer prompts placed on it, then to the one that has waited
+longest for one, then to the first by name. So new prefixes are dealt over all homes also while every instance is
+idle: if one took them all, its home would push out what is in use while others are empty.
 """
 
 import math
@@ -114,7 +116,7 @@ def local_cache_aware(scene: Scene, prompt: Prompt, found: Found) -> Plan:
 def load_balance(scene: Scene, prompt: Prompt, found: Found) -> Plan:
     """The shortest queue in seconds. Chosen without a look at the cache; what its home holds is then used."""
     instances = scene.view.of(Pool.PREFILL)
-    chosen = min(instances, key=lambda i: (i.queue_s(scene.now), len(i.prompts), i.name))
+    chosen = min(instances, key=lambda i: (i.queue_s(scene.now), *_among_equals(i)))
     return _Costs(scene, prompt, found).at_home(chosen)
 
 
@@ -300,4 +302,9 @@ def _longest_two(held: Mapping[str, int], sending: Mapping[SegmentId, int]) -> l
 
 
 def _least_ttft(plans: Iterable[Plan]) -> Plan:
-    return min(plans, key=lambda plan: (plan.ttft_s, len(plan.instance.prompts), plan.instance.name))
+    return min(plans, key=lambda plan: (plan.ttft_s, *_among_equals(plan.instance)))
+
+
+def _among_equals(instance: Instance) -> tuple[int, int, str]:
+    """What decides between instances of equal cost: the least is taken."""
+    return len(instance.prompts), instance.turn, instance.name

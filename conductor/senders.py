@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from protocol.ids import SegmentId
 
-TRANSFER_BYTES_S = 2e9
-"""Assumed of fetching a prefix from another segment: a cautious figure for one memory copy out and in."""
+TRANSFER_BYTES_S = 12.5e9
+"""Assumed of a segment from which nothing was fetched lately: 100 Gbit/s. Rather too fast than too slow, since the
+first fetch corrects the one; the other would keep every fetch off, and with it the measurement."""
 
 DOUBT_BYTES = 1 << 20
 """The assumed rate weighs as much as so many measured bytes: a first small transfer is not believed blindly."""

@@ -70,6 +70,8 @@ class Instance:
     """Of a prefill instance, in the order in which it computes them."""
     streams: dict[Key, Stream] = field(default_factory=dict)
     """Of a decode instance."""
+    turn: int = 0
+    """When a prompt was last placed here, counted in prompts: who has waited longest has the lowest."""
     foreign: int = 0
     """Requests that a decode instance reported and the ledger knew nothing of at that moment."""
 
@@ -106,6 +108,7 @@ class View:
         """Bytes of fetched prefixes that are on their way, by the segment that sends them."""
         self._instances: dict[InstanceId, Instance] = {}
         self._ended: dict[Incarnation, None] = {}
+        self._turns = 0
         self._pools: dict[Pool, list[Instance]] = {}
         self._homes: dict[tuple[InstanceId, str], SegmentId | None] = {}
         self._changed()
@@ -220,6 +223,8 @@ class View:
         """Enter a placement in the ledger."""
         if isinstance(entry, Prefilling):
             instance.prompts[key] = entry
+            self._turns += 1
+            instance.turn = self._turns
         else:
             instance.streams[key] = entry
 

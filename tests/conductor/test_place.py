@@ -171,13 +171,17 @@ def test_a_busy_sender_makes_waiting_for_the_warm_instance_worth_while():
     assert placed(scene, found).prefill.name == "prefill-0"
 
 
-def test_ties_go_to_fewer_prompts_and_then_to_the_first_name():
-    scene = a_scene()
-    assert placed(scene, NOTHING).prefill.name == "prefill-0"
-    assert placed(scene, NOTHING, "load_balance").prefill.name == "prefill-0"
-    scene.view.enter(the(scene.view, "prefill-0"), (RequestId("free"), 0), Prefilling(1, 0, 0.0, 0.0))
-    assert placed(scene, NOTHING).prefill.name == "prefill-1"
-    assert placed(scene, NOTHING, "load_balance").prefill.name == "prefill-1"
+@pytest.mark.parametrize("name", ["global_cache_aware", "local_cache_aware", "load_balance"])
+def test_ties_go_to_fewer_prompts_then_to_who_waited_longest_then_to_the_first_name(name: str):
+    scene, key = a_scene(), (RequestId("free"), 0)
+    assert placed(scene, NOTHING, name).prefill.name == "prefill-0"
+    scene.view.enter(the(scene.view, "prefill-0"), key, Prefilling(1, 0, 0.0, 0.0))
+    assert placed(scene, NOTHING, name).prefill.name == "prefill-1"
+    scene.view.release(the(scene.view, "prefill-0"), key, 0.0)
+    assert placed(scene, NOTHING, name).prefill.name == "prefill-1"
+    scene.view.enter(the(scene.view, "prefill-1"), key, Prefilling(1, 0, 0.0, 0.0))
+    scene.view.release(the(scene.view, "prefill-1"), key, 0.0)
+    assert placed(scene, NOTHING, name).prefill.name == "prefill-0"
 
 
 # -- the threshold that adapts ----------------------------------------------------------------------
