@@ -14,7 +14,7 @@ as long as another segment has it too, and a segment gives only a share of its s
 them takes the place of a block that nobody else has. When the others are gone it is a block like any other.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvcache_pool.api import Acquire, Copy, Found, Grant, Lease, LeaseLost, Place, PoolFull, Stats
 from kvcache_pool.config import KVCacheConfig
@@ -313,6 +313,16 @@ class Index:
         copies = sum(slots.copies for slots in segments)
         reserved = total - free - cached
         return Stats(total, free, cached, reserved, leased, len(self._leases), self._evicted, copies)
+
+    def segments(self) -> list[SegmentId]:
+        """Those that are there, in the order of joining."""
+        return list(self._segments)
+
+    def named(self) -> Iterator[tuple[BlockHash, Place, Grant]]:
+        """Every cached block: its name, its segment, and where it lies there."""
+        for name, replicas in self._replicas.items():
+            for block in replicas.values():
+                yield name, block.home.place, block.grant
 
     def check(self) -> None:
         """Asserts every law of this file. O(all blocks)."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from simulator.cost import BadCostModel
-from simulator.experiments import hit_rates, rivals, run, truth
+from simulator.experiments import faults, hit_rates, oscillation, refusals, rivals, run, truth
 from simulator.parallel import Tell
 from simulator.plot import NoMatplotlib
 from simulator.setup import BadSetup
@@ -27,6 +27,7 @@ examples:
   dango sim run --trace my.jsonl --speed 2 --prefill 8 --decode 2 --json run.json --plot plots
   dango sim run --phase rate=4,span=600 --phase rate=8,span=300,cv=3 --admission early --no-hold
   dango sim hit-rates
+  dango sim faults --seeds 20
 
 By default: a table on stdout, progress on stderr. The flags of each: dango sim NAME --help
 """
@@ -62,7 +63,10 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "run": run,
     "hit-rates": hit_rates,
     "rivals": rivals,
+    "refusals": refusals,
+    "oscillation": oscillation,
     "truth": truth,
+    "faults": faults,
 }
 """By name: a new one is a module there and a line here."""
 

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from protocol.errors import PeerLost
@@ -49,6 +49,8 @@ class Network:
         self._numbers = itertools.count(1)
         self.messages = 0
         """Sent since the start."""
+        self.told: Callable[[str, str, Sequence[Buffer]], None] | None = None
+        """Hears of each message that is sent: the sites from and to, and its frames."""
 
     def site(self, name: str) -> "Site":
         """A process of this network: a protocol.transport.Transport."""
@@ -158,6 +160,11 @@ class Site:
             port.close()
         for link in list(self._links):
             link.close()
+
+    def tell(self, to: "Site", frames: Sequence[Buffer]) -> None:
+        """A message leaves for another site."""
+        if self.network.told is not None:
+            self.network.told(self.name, to.name, frames)
 
     def forget(self, link: "MemoryLink") -> None:
         """The link has been closed."""
@@ -274,6 +281,7 @@ class MemoryLink:
             await self._met.wait()
         assert self._port is not None
         if not (self.site.cut or self._port.site.cut):
+            self.site.tell(self._port.site, frames)
             self._out.send((self._peer, [memoryview(frame) for frame in frames]))
 
     async def receive(self) -> list[memoryview]:
@@ -319,6 +327,7 @@ class MemoryPort:
             raise PeerLost(f"{peer!r} is gone")
         wire, site = known
         if not (self.site.cut or site.cut):
+            self.site.tell(site, frames)
             wire.send([memoryview(frame) for frame in frames])
 
     async def receive(self) -> tuple[bytes, list[memoryview]]:

@@ -11,11 +11,12 @@ No rule of scheduling is here: what the world tells is what production does.
 import asyncio
 import itertools
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from conductor.admission import Admission
+from conductor.ask import Ask, Reply
 from conductor.config import ConductorConfig
 from conductor.dispatch import Dispatcher
 from conductor.metrics import Metrics
@@ -25,6 +26,8 @@ from conductor.view import View
 from decode_pool.config import DecodeConfig
 from decode_pool.service import DecodeService
 from decode_pool.writeback import WriteBack
+from engine.calibrate import calibrate, decode_trials, prefill_trials
+from engine.pace import Pace
 from kvcache_pool.api import DirectoryLink, Place
 from kvcache_pool.index import Index
 from kvcache_pool.service import DirectoryService, announce
@@ -46,6 +49,9 @@ from simulator.network import Network, Site, Weather
 CONTROL = "sim://conductor:1"
 READY_S = 30.0
 """Virtual seconds within which every instance must have registered."""
+
+CALIBRATE_S = 10.0
+"""Virtual seconds that an instance may try passes before it registers, as real ones do."""
 
 LAYERS = 4
 """Layers of the simulated layout: each stands for a quarter of the model's. Loads and stores overlap with
@@ -84,10 +90,13 @@ class Member:
     service: PrefillService | DecodeService | DirectoryService | None = None
     engine: CostEngine | None = None
     segment: SimSegment | None = None
+    requests: set[asyncio.Task[None]] = field(default_factory=set)
+    """Of a Conductor: those under way there, which end with it."""
 
 
 class World:
-    """Build it on a virtual loop, `start`, use `dispatcher`, `close`."""
+    """Build it on a virtual loop, `start`, use `dispatcher` or `serve`, `close`. The Conductor's parts (`view`,
+    `dispatcher`, `admission`, ...) are those of its present life."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -103,36 +112,32 @@ class World:
         self._build_conductor()
 
     def _build_conductor(self) -> None:
-        site, config = self.network.site("conductor"), self.plan.conductor
+        config, self._site = self.plan.conductor, self.network.site("conductor")
         self.metrics = Metrics("simulated")
         self.view = View(self.manifest, config.report_s)
-        peers, self.directory = Peers(site), DirectoryLink(site)
+        self.peers, self.directory = Peers(self._site), DirectoryLink(self._site)
         self.admission: Admission = Admission(
             self.view, self.metrics, config, random.Random(f"placement {self.plan.seed}")
         )
         rules = replace(self.admission.gate.rules, size_blind=self.plan.size_blind)
         self.admission.gate.rules = rules
-        registry = Registry(self.view, peers, self.directory, self.metrics, self.admission.estimates)
+        registry = Registry(self.view, self.peers, self.directory, self.metrics, self.admission.estimates)
         self.dispatcher = Dispatcher(
             self.view,
-            peers,
+            self.peers,
             self.directory,
             registry,
             self.metrics,
             self.admission,
             in_flight_max=config.in_flight_max,
         )
-        server = Server(site.bind(CONTROL), registry.handlers())
-        self._conductor_loops = [
-            server.serve(),
-            registry.expire_forever(lambda: server.bad_frames),
-            self.admission.run(),
-        ]
+        server = Server(self._site.bind(CONTROL), registry.handlers())
+        loops = [server.serve(), registry.expire_forever(lambda: server.bad_frames), self.admission.run()]
+        self._conductor = _conduct(loops, [self.peers, self.directory])
 
     async def start(self) -> None:
         """Start everything; returns when every instance has registered. Raises TimeoutError."""
-        loops = asyncio.create_task(together(self._conductor_loops))
-        self.members["conductor"] = Member("conductor", self.network.site("conductor"), loops)
+        self._start_conductor()
         for number in range(self.plan.prefills):
             self.start_kvcache(number)
             self.start_prefill(number)
@@ -150,7 +155,6 @@ class World:
         """End everything."""
         for name in list(self.members):
             await self.kill(name)
-        await self.directory.aclose()
 
     async def kill(self, name: str) -> None:
         """A process dies without a word."""
@@ -158,21 +162,50 @@ class World:
         member.site.die()
         if member.segment is not None:
             member.segment.alive = False
-        member.task.cancel()
-        await asyncio.gather(member.task, return_exceptions=True)
+        tasks = [member.task, *member.requests]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def revive(self, name: str) -> None:
+        """Start a process anew that was killed; it remembers nothing."""
+        assert name not in self.members, f"{name} is alive"
+        if name == "conductor":
+            self._build_conductor()
+            self._start_conductor()
+            return
+        pool, _, number = name.partition("-")
+        starts = {"prefill": self.start_prefill, "decode": self.start_decode, "kvcache": self.start_kvcache}
+        starts[pool](int(number))
+
+    def serve(self, ask: Ask, reply: Reply) -> asyncio.Task[None]:
+        """A request to the Conductor that lives now; when it is killed, the request is cancelled."""
+        requests = self.members["conductor"].requests
+        task = asyncio.create_task(self.dispatcher.serve(ask, reply))
+        requests.add(task)
+        task.add_done_callback(requests.discard)
+        return task
+
+    def _start_conductor(self) -> None:
+        task = asyncio.create_task(self._conductor)
+        self.members["conductor"] = Member("conductor", self._site, task)
 
     def start_prefill(self, number: int) -> None:
         """Start `prefill-<number>` on host p<number>."""
         name, host = f"prefill-{number}", f"p{number}"
         site, engine = self.network.site(name), self._engine(self.plan.prefill_pages)
         mover, directory = SimMover(self.memory, host, self._bus(host)), DirectoryLink(site)
-        service = PrefillService(engine, mover, directory, self.plan.prefill)
+        config, pace = self.plan.prefill, Pace()
+        service = PrefillService(engine, mover, directory, config, pace)
+
+        async def first() -> None:
+            await calibrate(engine, prefill_trials(engine, config.chunk_tokens), pace, CALIBRATE_S)
 
         async def heard(news: Heard) -> None:
             """Each request says where its directory is."""
 
         work = Work(service.handlers(), service.load, heard, [lambda _: service.step_forever()])
-        task = self._live(site, self._role(Pool.PREFILL, name, host), work, [directory])
+        task = self._live(site, self._role(Pool.PREFILL, name, host), work, [directory], first)
         self.members[name] = Member(name, site, task, service, engine)
 
     def start_decode(self, number: int) -> None:
@@ -181,7 +214,11 @@ class World:
         site, engine = self.network.site(name), self._engine(self.plan.decode_pages)
         mover, directory = SimMover(self.memory, host, self._bus(host)), DirectoryLink(site)
         back = WriteBack(mover, directory)
-        service = DecodeService(engine, mover, back, self.manifest, self.plan.decode)
+        config, pace = self.plan.decode, Pace()
+        service = DecodeService(engine, mover, back, self.manifest, config, pace)
+
+        async def first() -> None:
+            await calibrate(engine, decode_trials(engine, config.batch_max), pace, CALIBRATE_S)
 
         async def heard(news: Heard) -> None:
             back.near = None if news.home is None else SegmentId(news.home)
@@ -190,7 +227,7 @@ class World:
         work = Work(
             service.handlers(), service.load, heard, [lambda _: service.step_forever(), lambda _: back.run()]
         )
-        task = self._live(site, self._role(Pool.DECODE, name, host), work, [directory])
+        task = self._live(site, self._role(Pool.DECODE, name, host), work, [directory], first)
         self.members[name] = Member(name, site, task, service, engine)
 
     def start_kvcache(self, number: int) -> None:
@@ -223,9 +260,18 @@ class World:
         role = self._role(Pool.KVCACHE, name, host, segment.incarnation, directory=keeps)
         self.members[name] = Member(name, site, self._live(site, role, work, []), service, segment=segment)
 
-    def _live(self, site: Site, role: Role, work: Work, links: Sequence[DirectoryLink]) -> asyncio.Task[None]:
+    def _live(
+        self,
+        site: Site,
+        role: Role,
+        work: Work,
+        links: Sequence[DirectoryLink],
+        first: Callable[[], Awaitable[None]] | None = None,
+    ) -> asyncio.Task[None]:
         async def live() -> None:
             try:
+                if first is not None:
+                    await first()
                 await run_instance(site, role, work, listen=f"sim://{role.instance}:0", conductor=CONTROL)
             finally:
                 for link in links:
@@ -244,12 +290,18 @@ class World:
 
     def _engine(self, pages: int) -> CostEngine:
         plan = self.plan
-        return CostEngine(
-            plan.cost, self.layout, pages, plan.context_tokens, exact=plan.exact, cores=self._cores
-        )
+        return CostEngine(plan.cost, self.layout, pages, plan.context_tokens, exact=plan.exact, cores=self._cores)
 
     def _bus(self, host: str) -> Wire:
         return self._buses.setdefault(host, Wire(self.plan.cost.host_bytes_s))
+
+
+async def _conduct(loops: list[Coroutine[Any, Any, None]], links: Sequence[Peers | DirectoryLink]) -> None:
+    try:
+        await together(loops)
+    finally:
+        for link in links:
+            await link.aclose()
 
 
 def layout_of(cost: CostModel, block_tokens: int) -> BlockLayout:
