@@ -159,11 +159,10 @@ class Answer:
     async def tokens(self, index: int, said: Tokens) -> bool:
         """The next tokens of a choice; False if it needs no more. Nothing after a stop string is told."""
         choice = self.choices[index]
-        apart_s = said.over_s / len(said.tokens)
-        for after, sampled in zip(
-            reversed(range(len(said.tokens))), said.details or map(Sampled, said.tokens), strict=True
-        ):
-            self._watch.token(index, after * apart_s)
+        ago_s = sum(said.took_s)
+        for took_s, sampled in zip(said.took_s, said.details or map(Sampled, said.tokens), strict=True):
+            ago_s -= took_s  # of the steps after the one that drew it
+            self._watch.token(index, ago_s)
             piece = choice.push(sampled)
             await self._heard(choice, piece)
             if piece.reason is not None:

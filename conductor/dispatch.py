@@ -227,7 +227,7 @@ class Dispatcher:
 
         Where it goes on is settled before: until the client has its first token, it can still be refused.
         """
-        said = Tokens([first.token], [] if choice.sampling.logprobs is None else [first], 0.0)
+        said = Tokens([first.token], [] if choice.sampling.logprobs is None else [first], [0.0])
         over = end_of(choice.sampling, choice.output + Ids("I", said.tokens)) is not None
         instance = None if over else await self._admission.hand_over(placed.admitted, choice.index)
         if not placed.admitted.wanted.promised:
@@ -277,7 +277,7 @@ class Dispatcher:
             case Tokens():
                 admitted.said(choice.index, len(item.tokens))
                 if choice.step_s:
-                    self._metrics.predicted_tbt(item.over_s / len(item.tokens) / choice.step_s)
+                    self._metrics.predicted_tbt(item.took_s[0] / choice.step_s)
                     choice.step_s = 0.0
                 return await self._emit(job, choice, item)
             case Ended():

@@ -27,6 +27,10 @@ STALE_REPORTS = 3
 CANDIDATES_MAX = 8
 """Exact forecasts in one decision. Those that a rough sum ranks below the eighth do not win in the exact one."""
 
+PAGES_EACH = 1.5
+"""Pages of a sequence beyond its tokens: its last one is half empty on average, and a decode instance keeps one free
+for each, so that nobody is preempted for the next."""
+
 PROMISED = 0.1
 """A stream that is likelier there than this is owed the time between tokens that it was promised."""
 
@@ -143,6 +147,7 @@ class Outlook:
         alone = rows == 0.0
         rows, tokens = rows + self.choices, tokens + self.choices * self.context
         memory = tokens + self.choices * self.growth + self.z * math.sqrt(tokens_variance)
+        memory += PAGES_EACH * rows * self.block_tokens
         capacity = instance.load.blocks_total * self.block_tokens
         return Forecast(
             instance=instance,

@@ -54,8 +54,8 @@ class Tokens(Message):
     tokens: list[int]
     details: list[Sampled]
     """One for each token if logprobs were asked for, else none."""
-    over_s: float
-    """How long the steps that drew them took together."""
+    took_s: list[float]
+    """How long the step that drew each of them took."""
 
 
 class Ended(Message):

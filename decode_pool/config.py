@@ -18,6 +18,9 @@ class DecodeConfig(ComputeSettings):
     steps_max: int = 1
     """Most steps in one engine call while the batch stays the same; their tokens reach the client together."""
 
+    stream_interval: int = 1
+    """Tokens of an answer are sent when so many have been drawn: fewer messages, and a less even stream."""
+
     write_back: bool = True
     """Whether blocks that decoding fills go back to the pool, where the next turn of a chat finds them."""
 
@@ -26,4 +29,4 @@ class DecodeConfig(ComputeSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_positive("chunk_tokens", "batch_max", "steps_max")
+        self._require_positive("chunk_tokens", "batch_max", "steps_max", "stream_interval")

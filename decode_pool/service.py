@@ -38,6 +38,8 @@ class Stream:
     output: Ids
     items: asyncio.Queue[Tokens | Exception | None]
     """Bounded by the context: an answer has no more tokens than that."""
+    unsent: Tokens = field(default_factory=lambda: Tokens([], [], []))
+    """Drawn, and gathered for the next item."""
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
     ended: EndReason | None = None
 
@@ -65,6 +67,7 @@ class DecodeService:
         )
         self._streams: dict[Key, Stream] = {}
         self._steps_max = config.steps_max
+        self._stream_interval = config.stream_interval
         self._writes_back = config.write_back
         self._work = asyncio.Event()
         self._between_steps = asyncio.Lock()
@@ -255,9 +258,15 @@ class DecodeService:
         if not tokens:
             return
         stream.output.extend(tokens)
-        details = [] if stream.message.sampling.logprobs is None else samples
-        stream.items.put_nowait(Tokens(tokens, details, over_s))
+        said = stream.unsent
+        said.tokens.extend(tokens)
+        said.took_s.extend([over_s / len(tokens)] * len(tokens))
+        if stream.message.sampling.logprobs is not None:
+            said.details.extend(samples)
         stream.ended = end_of(stream.message.sampling, stream.output)
+        if stream.ended is not None or len(said.tokens) >= self._stream_interval:
+            stream.items.put_nowait(said)
+            stream.unsent = Tokens([], [], [])
         if stream.ended is not None:
             self._end(stream, None)
 

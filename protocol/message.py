@@ -182,7 +182,7 @@ def _list_of(hint: Any, name: str) -> Check:
     def check(value: Any) -> Any:
         if type(value) is not list:
             raise ValueError(f"{name} must be a list, not {type(value).__name__}")
-        if plain in (int, bytes, str) and all(type(entry) is plain for entry in value):
+        if plain in (int, float, bytes, str) and all(type(entry) is plain for entry in value):
             return value  # token ids and hashes come by the thousand: one cheap pass
         return [item(entry) for entry in value]
 

@@ -4,6 +4,7 @@ import asyncio
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from conductor.ask import Ask, Failed, Limits, Refused
 from decode_pool.api import Tokens
@@ -11,6 +12,7 @@ from engine.api import EndReason, Sampling
 from protocol.ids import RequestId
 from protocol.registry import Pool
 from simulator.engine import END
+from simulator.hot import Hot
 from simulator.loop import run_virtual
 from simulator.plan import plan_of
 from simulator.record import Outcome, Series, gap_figures
@@ -20,9 +22,6 @@ from simulator.world import World
 
 DEADLINE_S = 3600.0
 """Of a simulated request: its limits refuse it long before."""
-
-HOT_BLOCKS = 100
-"""Of so many of the most used blocks the copies are counted."""
 
 
 class Watch:
@@ -51,21 +50,19 @@ class Watch:
         self.reused = reused_tokens
 
     async def tokens(self, choice: int, said: Tokens) -> bool:
-        """See Reply. Tokens of one message are spread evenly over the time of their steps."""
-        now, count = _now(), len(said.tokens)
-        each_s = said.over_s / count
-        gap_s = max(now - each_s * (count - 1) - self.last_at, 0.0)
+        """See Reply. The last token of a message came now, each other one a step before the next."""
+        now, first_s, *others_s = _now(), *said.took_s
+        gap_s = max(now - sum(others_s) - self.last_at, 0.0)
         if self.first_at is None:
             self.first_at = now
         elif self.hand_over_s is None:
             self.hand_over_s = gap_s
-            self.gaps.append((max(gap_s - self._transfer_s - each_s, 0.0), 1))
+            self.gaps.append((max(gap_s - self._transfer_s - first_s, 0.0), 1))
         else:
             self.gaps.append((gap_s, 1))
-        if count > 1:
-            self.gaps.append((each_s, count - 1))
+        self.gaps.extend((seconds, len(list(equal))) for seconds, equal in groupby(others_s))
         self.last_at = now
-        self.count += count
+        self.count += len(said.tokens)
         return True
 
     async def end(self, choice: int, reason: EndReason) -> None:
@@ -95,7 +92,7 @@ class Driver:
         self._refused = 0
         self._wasted_s = 0.0
         self.run = Run(setup)
-        self._hot: list[list[int]] = []
+        self._hot = Hot(world.manifest.root()) if setup.copies else None
 
     async def drive(self) -> Run:
         """Serve all; returns when the last has ended."""
@@ -116,8 +113,11 @@ class Driver:
         watch = Watch(arrival.tokens * cost.kv_bytes_token / cost.network_bytes_s)
         refused = failed = ""
         await asyncio.sleep(self._world.plan.cost.request_s)
+        ask = self._ask(number, arrival)
+        if self._hot is not None:
+            self._hot.use(ask.prompt)
         try:
-            await self._world.dispatcher.serve(self._ask(number, arrival), watch)
+            await self._world.dispatcher.serve(ask, watch)
         except Refused as error:
             refused = error.refusal.reason
             self._refused += 1
@@ -182,6 +182,7 @@ class Driver:
                 world.admission.held,
                 self._refused,
                 self._wasted_s,
+                () if self._hot is None else self._hot.copies(world.index),
             )
             await asyncio.sleep(series.every_s)
 

@@ -36,6 +36,7 @@ def plan_of(setup: Setup, arrivals: Sequence[Arrival]) -> Plan:
         decode=DecodeConfig(
             **common,
             steps_max=setup.steps_max,
+            stream_interval=setup.stream_interval,
             batch_max=BATCH_MAX,
             queue_max=IN_FLIGHT_MAX,
             chunk_tokens=BLOCK_TOKENS,

@@ -93,11 +93,15 @@ class Setup:
     """Instances report to the Conductor this often."""
     chunk_tokens: int = 8192
     """Most tokens of one prefill pass."""
+    stream_interval: int = 16
+    """Tokens of an answer come to the Conductor so many at a time; when each was drawn is told beside it."""
     steps_max: int = 64
     """Most decode steps of one call of the engine, while nobody joins or leaves."""
 
     block_tokens: int = BLOCK_TOKENS
     """Tokens of a block, in the trace and in the cluster."""
+    copies: bool = False
+    """Sample on how many segments the most used blocks are."""
     seed: int = 0
     """Of all randomness: made traffic, spread, classes, tie-breaking, the network."""
 
@@ -117,7 +121,7 @@ class Setup:
             "report_s",
         )
         self._require(0, False, *above)
-        self._require(1, True, "chunk_tokens", "steps_max", "block_tokens")
+        self._require(1, True, "chunk_tokens", "steps_max", "stream_interval", "block_tokens")
         self._require(
             0,
             True,

@@ -88,7 +88,7 @@ class Scripted:
         for token in itertools.cycle(self.play.tokens):
             output.append(token)
             self.tokens_sent += 1
-            if not await reply.tokens(choice, Tokens([token], self._details(token, sampling), self.play.gap_s)):
+            if not await reply.tokens(choice, Tokens([token], self._details(token, sampling), [self.play.gap_s])):
                 return
             reason = end_of(sampling, output)
             if reason is None and len(output) == self.play.stop_after:

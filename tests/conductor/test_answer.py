@@ -66,7 +66,7 @@ async def test_usage_adds_up_over_prompts_and_choices(tokenizer: Tokenizer) -> N
     parts = [Part(answer, 0, 4), Part(answer, 2, 6)]
     for part in parts:
         part.prefilled(3)
-        assert await part.tokens(1, Tokens([40], [], 0.0))
+        assert await part.tokens(1, Tokens([40], [], [0.0]))
         await part.end(1, EndReason.STOP)
     assert answer.usage() == Usage(prompt=10, completion=2, cached=6)
     assert [choice.tokens for choice in answer.choices] == [0, 1, 0, 1]
@@ -77,7 +77,7 @@ async def test_usage_adds_up_over_prompts_and_choices(tokenizer: Tokenizer) -> N
 async def test_tokens_that_come_together_are_spread_over_the_time_they_took(tokenizer: Tokenizer) -> None:
     metrics, clock = Metrics("tiny"), Clock()
     answer = an_answer(tokenizer, 1, metrics, clock)
-    for now, said in ((2.0, Tokens([40], [], 0.0)), (9.0, Tokens([40, 41, 42], [], 6.0))):
+    for now, said in ((2.0, Tokens([40], [], [0.0])), (9.0, Tokens([40, 41, 42], [], [2.0, 2.0, 2.0]))):
         clock.now = now
         assert await answer.tokens(0, said)
     assert sample(metrics.registry, "vllm:inter_token_latency_seconds_count") == 3
@@ -95,7 +95,7 @@ async def test_nothing_after_a_stop_string_is_told(tokenizer: Tokenizer) -> None
     metrics = Metrics("tiny")
     choice = a_choice(tokenizer, ["op"])
     answer = Answer([choice], 1, Silence(), Watch(metrics, Clock(), arrived=0.0))
-    assert not await answer.tokens(0, Tokens(letters, [], 1.0))
+    assert not await answer.tokens(0, Tokens(letters, [], [0.1] * len(letters)))
     assert (choice.text, choice.tokens, choice.reason) == ("st", 4, EndReason.STOP)
     assert sample(metrics.registry, "vllm:generation_tokens_total") == 4
 
@@ -105,7 +105,7 @@ async def test_a_request_has_one_first_token_and_each_choice_its_gaps(tokenizer:
     answer = an_answer(tokenizer, 2, metrics, clock)
     for now, choice in ((2.0, 0), (3.0, 1), (4.0, 0), (7.0, 1)):
         clock.now = now
-        await answer.tokens(choice, Tokens([40], [], 0.0))
+        await answer.tokens(choice, Tokens([40], [], [0.0]))
     assert sample(metrics.registry, "vllm:time_to_first_token_seconds_count") == 1
     assert sample(metrics.registry, "vllm:time_to_first_token_seconds_sum") == 2.0
     assert sample(metrics.registry, "vllm:inter_token_latency_seconds_count") == 2

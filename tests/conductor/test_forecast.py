@@ -11,6 +11,7 @@ from conductor.ask import Priority
 from conductor.estimate import StepLine
 from conductor.forecast import (
     CANDIDATES_MAX,
+    PAGES_EACH,
     PRESENCES,
     STALE_REPORTS,
     Forecast,
@@ -176,14 +177,13 @@ def test_reserve_counts_all_that_come_later_and_only_them():
     assert forecast(late, reserve=True, at=NOW, presence=early).batch == 2, "still on its way"
 
 
-def test_memory_counts_what_the_candidate_will_say():
-    assert forecast(blocks=75).memory_share == pytest.approx(1200 / (75 * PAGE))
-    assert forecast(blocks=75).fits
-    assert not forecast(blocks=74).fits
+def test_memory_counts_what_the_candidate_will_say_and_pages_that_are_not_full():
+    alone, both = 1200 + PAGES_EACH * PAGE, 2200 + 2 * PAGES_EACH * PAGE
+    assert forecast(blocks=80).memory_share == pytest.approx(alone / (80 * PAGE))
+    assert forecast(blocks=math.ceil(alone / PAGE)).fits
+    assert not forecast(blocks=math.ceil(alone / PAGE) - 1).fits
     full = forecast(running(1000, said=0), blocks=150, at=NOW)
-    assert full.memory_share == pytest.approx(2200 / (150 * PAGE))
-    doubted = forecast(running(1000, said=0), blocks=150, z=2.0)
-    assert doubted.memory_share > forecast(running(1000, said=0), blocks=150).memory_share
+    assert full.memory_share == pytest.approx(both / (150 * PAGE))
 
 
 def test_the_strictest_promise_to_a_likely_stream_is_told():

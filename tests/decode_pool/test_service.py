@@ -269,7 +269,8 @@ async def test_tokens_carry_their_details_only_when_asked_for_and_the_time_they_
             await bench.service.decode(await bench.stored(PROMPT, 7, logprobs=logprobs), Ask([], 10.0, send))
             assert [len(item.tokens) for item in items] == [2, 4]
             assert [len(item.details) for item in items] == ([0, 0] if logprobs is None else [2, 4])
-            assert all(item.over_s >= len(item.tokens) * LAYOUT.layers * 0.001 for item in items)
+            assert all(len(item.took_s) == len(item.tokens) for item in items)
+            assert all(seconds >= LAYOUT.layers * 0.001 for item in items for seconds in item.took_s)
 
 
 async def test_nothing_is_written_back_when_that_is_off():
