@@ -184,6 +184,8 @@ def test_memory_counts_what_the_candidate_will_say_and_pages_that_are_not_full()
     assert not forecast(blocks=math.ceil(alone / PAGE) - 1).fits
     full = forecast(running(1000, said=0), blocks=150, at=NOW)
     assert full.memory_share == pytest.approx(both / (150 * PAGE))
+    doubted = forecast(running(1000, said=0), blocks=150, z=2.0)
+    assert doubted.memory_share > forecast(running(1000, said=0), blocks=150).memory_share
 
 
 def test_the_strictest_promise_to_a_likely_stream_is_told():
