@@ -14,7 +14,7 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from conductor.admit import Candidate, Gate, Rules, Verdict, pool_load
+from conductor.admit import RETRY_GRID_S, Candidate, Gate, Rules, Verdict, pool_load
 from conductor.admitted import Admitted, Wanted
 from conductor.ask import Limits, Refusal, Refused
 from conductor.config import ConductorConfig
@@ -23,6 +23,7 @@ from conductor.lengths import Lengths
 from conductor.line import Held, Line
 from conductor.metrics import Metrics
 from conductor.place import RETRY_NOBODY_S, Scene, place
+from conductor.turns import Turns
 from conductor.view import Instance, View
 from kvcache_pool.api import Found
 from protocol.ids import RequestId
@@ -82,6 +83,7 @@ class Admission:
             overtaken_max=config.overtaken_max,
             age_s=config.batch_age_s,
         )
+        self._turns = Turns()
         self._waiting: dict[RequestId, _Waiting] = {}
         self._computed: list[_Computed] = []
         self._changed = asyncio.Event()
@@ -162,6 +164,9 @@ class Admission:
     async def _hold(self, waiting: _Waiting, lookup: Callable[[], Awaitable[Found]]) -> Admitted:
         """Stand in the line until a walk admits or refuses this request. Raises Refused."""
         wanted, told, began = waiting.wanted, waiting.told, _now()
+        wait_s = self._turns.wait_s(self._line.ahead(waiting.held, began), began)
+        if began + wait_s > waiting.held.deadline:
+            raise Refused(_too_long(wait_s, wanted, began))
         pushed = self._line.add(waiting.held, began)
         if pushed is None:
             raise Refused(_full(len(self._line)))
@@ -183,6 +188,8 @@ class Admission:
         finally:
             self._line.remove(wanted.request)
             self._waiting.pop(wanted.request, None)
+            if not len(self._line):
+                self._turns.empty()
             self._metrics.observe_hold(_now() - began)
             self._show_line()
 
@@ -197,6 +204,7 @@ class Admission:
                 self._waiting.pop(held.key).told.set_exception(refused)
                 continue
             if admitted is not None:
+                self._turns.took(_now())
                 self._waiting.pop(held.key).told.set_result(admitted)
                 continue
             misses += 1
@@ -289,6 +297,14 @@ def rules_of(config: ConductorConfig) -> Rules:
 def _held(wanted: Wanted) -> Held:
     deadline = min(wanted.arrived_at + wanted.limits.ttft_s, wanted.ends_at)
     return Held(wanted.request, wanted.priority, wanted.prompt.tokens, wanted.arrived_at, deadline)
+
+
+def _too_long(wait_s: float, wanted: Wanted, now: float) -> Refusal:
+    """By prediction: its turn would come when its limit is out of reach."""
+    text = f"Decode has no room, and a request that waits now would wait {wait_s:.3g} s"
+    ttft_s = now - wanted.arrived_at + wait_s
+    retry_s = min(max(ttft_s - wanted.limits.ttft_s, FULL_RETRY_S), RETRY_GRID_S[-1])
+    return Refusal("tbt", text, retry_s, 429, ttft_s=ttft_s, limits=wanted.limits)
 
 
 def _full(held: int) -> Refusal:
