@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from simulator.cost import BadCostModel
-from simulator.experiments import faults, hit_rates, oscillation, refusals, rivals, run, truth
+from simulator.experiments import caches, faults, hit_rates, oscillation, refusals, rivals, run, scheduling, truth
 from simulator.parallel import Tell
 from simulator.plot import NoMatplotlib
 from simulator.setup import BadSetup
@@ -65,6 +65,8 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "rivals": rivals,
     "refusals": refusals,
     "oscillation": oscillation,
+    "scheduling": scheduling,
+    "caches": caches,
     "truth": truth,
     "faults": faults,
 }

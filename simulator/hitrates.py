@@ -4,12 +4,13 @@ This is the index that serves, one request at a time: looked up, leased, committ
 is that of its eviction, and nothing of scheduling, copies or requests in flight is in it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvcache_pool.api import Acquire, Place
 from kvcache_pool.index import Index
 from protocol.blocks import BlockLayout
 from protocol.ids import BlockHash, Incarnation, LeaseId, SegmentId
+from simulator.workload import BLOCK_TOKENS, Arrival
 
 SEGMENT = SegmentId("pool")
 """The one segment: a pool that all instances share."""
@@ -27,14 +28,30 @@ def hit_rate(prompts: Iterable[Sequence[int]], capacity: int | None) -> float:
     `prompts` are block ids in the order of arrival: within one prompt all differ, and equal ids mean equal
     prefixes. `capacity` is in blocks; None is no bound. Of a prompt that is longer, its front is kept. O(blocks).
     """
-    chains = [[BlockHash(block.to_bytes(ID_BYTES, "big")) for block in prompt] for prompt in prompts]
+    chains = list(prompts)
     blocks = sum(map(len, chains))
-    slots = blocks if capacity is None else capacity
+    return sum(_hits(chains, capacity)) / blocks if blocks else 0.0
+
+
+def ideal_hit_rate(arrivals: Sequence[Arrival], capacity_tokens: int) -> float:
+    """The share of all prompts' tokens that one pool of this capacity would have to load, were each prompt stored
+    before the next one came: what a run of the services can be held against. As there, only full blocks are kept,
+    and a prompt's last token is computed in any case. O(blocks)."""
+    full = [arrival.blocks[: arrival.tokens // BLOCK_TOKENS] for arrival in arrivals]
+    hits = _hits(full, capacity_tokens // BLOCK_TOKENS)
+    loaded = sum(min(hit, (one.tokens - 1) // BLOCK_TOKENS) for hit, one in zip(hits, arrivals, strict=True))
+    return loaded * BLOCK_TOKENS / max(sum(arrival.tokens for arrival in arrivals), 1)
+
+
+def _hits(prompts: Sequence[Sequence[int]], capacity: int | None) -> Iterator[int]:
+    """Blocks found cached, prompt by prompt."""
+    slots = sum(map(len, prompts)) if capacity is None else capacity
     index = Index()
     place = Place(SEGMENT, Incarnation("1"), address="", host="", shm="", slots=slots, layout=LAYOUT)
     index.announce(place, generation=0, now=0.0)
-    hits = sum(_serve(index, LeaseId(str(number)), chain[:slots]) for number, chain in enumerate(chains))
-    return hits / blocks if blocks else 0.0
+    for number, prompt in enumerate(prompts):
+        chain = [BlockHash(block.to_bytes(ID_BYTES, "big")) for block in prompt[:slots]]
+        yield _serve(index, LeaseId(str(number)), chain)
 
 
 def _serve(index: Index, lease: LeaseId, chain: list[BlockHash]) -> int:
