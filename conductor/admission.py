@@ -11,12 +11,13 @@ A decision and its entry in the ledger are made in one breath: the next decision
 import asyncio
 import contextlib
 import random
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from conductor.admit import RETRY_GRID_S, Candidate, Gate, Rules, Verdict, pool_load
 from conductor.admitted import Admitted, Wanted
-from conductor.ask import Limits, Refusal, Refused
+from conductor.ask import Limits, Priority, Refusal, Refused
 from conductor.config import ConductorConfig
 from conductor.estimate import Estimates
 from conductor.lengths import Lengths
@@ -36,7 +37,7 @@ TICK_S = 0.25
 """So often they are looked at although nothing seems to have happened: predictions change with time."""
 
 MISSES_MAX = 4
-"""A walk ends when so many held requests did not fit: those behind them hardly will."""
+"""A walk ends when so many did not fit: those behind them hardly will."""
 
 LOOKUP_EVERY_S = 2.0
 """How old a held request's knowledge of the cache may become."""
@@ -194,8 +195,13 @@ class Admission:
             self._show_line()
 
     def _walk_held(self) -> None:
-        misses = 0
-        for held in self._line.candidates(_now()):
+        """Admit those that fit by now. Where one does not fit, none does that is as long: they are passed over."""
+        now, misses = _now(), 0
+        shortest: dict[Priority, int] = {}
+        for held in self._line.candidates(now):
+            overdue = held.deadline <= now
+            if held.tokens >= shortest.get(held.priority, sys.maxsize) and not overdue:
+                continue
             waiting = self._waiting[held.key]
             try:
                 admitted = self._judge(waiting.wanted, waiting.found, held)
@@ -204,9 +210,10 @@ class Admission:
                 self._waiting.pop(held.key).told.set_exception(refused)
                 continue
             if admitted is not None:
-                self._turns.took(_now())
+                self._turns.took(now)
                 self._waiting.pop(held.key).told.set_result(admitted)
                 continue
+            shortest[held.priority] = held.tokens
             misses += 1
             if misses >= MISSES_MAX:
                 return
@@ -231,6 +238,8 @@ class Admission:
 
     def _offer(self, admitted: Admitted, choice: int) -> Instance | None:
         """Give the choice a decode instance, and enter it there; None if it must wait. Raises Refused."""
+        if admitted.refused is not None:
+            raise admitted.refused
         wanted, now = admitted.wanted, _now()
         candidate = Candidate(wanted.prompt.tokens, wanted.priority, wanted.limits, wanted.arrived_at)
         judge = self.gate.best if wanted.promised or admitted.handed_over else self.gate.hand_over
@@ -238,7 +247,8 @@ class Admission:
         if judgement.verdict is Verdict.HOLD:
             return None
         if judgement.verdict is Verdict.REFUSE:
-            raise Refused(judgement.refusal(429))
+            admitted.refused = Refused(judgement.refusal(429))
+            raise admitted.refused
         if judgement.decode is None:
             raise Refused(Refusal("no_decode", "; ".join(self._view.missing()), RETRY_NOBODY_S))
         admitted.moved(choice, judgement.decode, now)
@@ -246,13 +256,17 @@ class Admission:
         return judgement.decode
 
     def _walk_computed(self) -> None:
+        misses = 0
         for computed in list(self._computed):
+            if misses >= MISSES_MAX:
+                return
             try:
                 instance = self._offer(computed.admitted, computed.choice)
             except Refused as refused:
                 computed.told.set_exception(refused)
             else:
                 if instance is None:
+                    misses += 1
                     continue
                 computed.told.set_result(instance)
             self._computed.remove(computed)

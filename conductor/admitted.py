@@ -6,7 +6,7 @@ admitted ──> prefilled ──> moved (each choice: to its decode instance) �
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from conductor.ask import Limits, Priority
+from conductor.ask import Limits, Priority, Refused
 from conductor.place import Placement, Prompt
 from conductor.view import Instance, Key, Prefilling, Stream, View
 from protocol.ids import RequestId
@@ -48,6 +48,8 @@ class Admitted:
         self.began_at = clock()
         self.handed_over = False
         """One of its choices has a place in decode for good, so the others get theirs."""
+        self.refused: Refused | None = None
+        """One of its choices was refused that, so the others are."""
         self._view = view
         self._clock = clock
         self._left = left

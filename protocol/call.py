@@ -1,7 +1,9 @@
 """One call as its client sees it: what came back and was not taken yet, in order, each answer once.
 
     deliver 0, 1, 1, 2 ──> [0 1 2] ──> take        a number that came already is dropped
-    deliver 0, 2       ──> [0 PeerLost] ──> take   one that is missing ends the call: there would be a hole
+    deliver 0, 2       ──> [0 PeerLost] ──> take   one that is missing ends the call
+
+A stream with a hole is worth nothing: the caller asks again, elsewhere perhaps.
 """
 
 import asyncio

@@ -5,11 +5,15 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from protocol.errors import DangoError, RemoteError
-from protocol.registry import REPORT_EVERY_S, Heard, Leave, Load, Register, Report, Welcome
+from protocol.registry import DEAD_AFTER_REPORTS, REPORT_EVERY_S, Heard, Leave, Load, Register, Report, Welcome
 from protocol.rpc import Client
 
 REGISTRY_S = 5.0
-"""The deadline of a call to the registry."""
+"""The deadline of a registration."""
+
+REPORT_PERIODS = DEAD_AFTER_REPORTS / 2
+"""The deadline of a report, in times between reports: when it was lost, or its answer, there is time for one more
+before this instance is given up."""
 
 LEAVE_S = 0.3
 """How long an ending instance tries to say so; the registry would notice by itself a little later."""
@@ -65,7 +69,7 @@ class Member:
 
     async def _report(self) -> bool:
         report = Report(self._identity.instance, self._identity.incarnation, self._load())
-        heard = await self._client.call(report, Heard, within_s=REGISTRY_S)
+        heard = await self._client.call(report, Heard, within_s=REPORT_PERIODS * self._report_s)
         self._report_s = heard.report_s
         if heard.known:
             await self._heard(heard)

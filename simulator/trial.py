@@ -12,10 +12,11 @@ from typing import Any
 from conductor.ask import Ask, Failed, Refused
 from protocol.frames import Buffer, decode
 from protocol.ids import RequestId, token_ids
+from protocol.registry import DEAD_AFTER_REPORTS, REPORT_EVERY_S
 from simulator.checks import Ending, Told, check_always, check_rest, kv_of
 from simulator.faults import CALM_S, LASTS_S, WITHIN_S, Client, Fault, Kind, Script, probe, script_of
 from simulator.loop import run_virtual
-from simulator.network import Weather
+from simulator.network import BREAK_S, Weather
 from simulator.world import Member, World
 
 CHECK_EVERY_S = 0.1
@@ -23,6 +24,9 @@ CHECK_EVERY_S = 0.1
 
 SLOWER = 20.0
 """How many times as long a slow instance takes."""
+
+NOTICED_S = BREAK_S + 2 * DEAD_AFTER_REPORTS * REPORT_EVERY_S
+"""So long after the last fault whoever was hit by it has been given up, and has come back."""
 
 CLOSE_S = 60.0
 """Every task must have ended so long after the world was closed: no deadline inside it is longer."""
@@ -79,6 +83,7 @@ class Trial:
             await asyncio.gather(self._misfortunes(), *played)
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
+            await asyncio.sleep(NOTICED_S)
             await self._rest()
             await self._ask(replace(probe(0), at_s=0.0))
             if self._told[-1].ending is not Ending.FINISHED:

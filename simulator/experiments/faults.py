@@ -12,9 +12,7 @@ ABOUT = "what goes wrong, drawn from seeds, and whether every truth holds; repla
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which seeds."""
     parser.add_argument("--seed", type=int, default=0, help="the first (default: %(default)s)")
-    parser.add_argument(
-        "--seeds", type=int, default=1, help="how many from there on (default: %(default)s)"
-    )
+    parser.add_argument("--seeds", type=int, default=1, help="how many from there on (default: %(default)s)")
 
 
 def run(args: argparse.Namespace, tell: Tell) -> dict[str, Any]:

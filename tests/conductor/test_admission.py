@@ -51,6 +51,21 @@ async def test_when_one_choice_has_its_place_in_decode_the_others_are_not_refuse
     with await admitted_by(admission, 2) as admitted:
         assert await admission.hand_over(admitted, 0) is decode
         assert await admission.hand_over(admitted, 1) is decode
-    with await admitted_by(admission, 2) as admitted, pytest.raises(Refused):
-        await admission.hand_over(admitted, 0)
+    assert decode.idle
+
+
+async def test_when_one_choice_was_refused_in_decode_the_others_are_too(monkeypatch: pytest.MonkeyPatch):
+    view = a_pool()
+    admission = an_admission(view, admission="at_decode")
+    (decode,) = view.of(Pool.DECODE)
+    verdicts = [Verdict.REFUSE, Verdict.ADMIT]
+
+    def judged(*_: object) -> Judgement:
+        return Judgement(verdicts.pop(0), decode, NO_LIMITS, 0.0, reason="tbt")
+
+    monkeypatch.setattr(admission.gate, "hand_over", judged)
+    with await admitted_by(admission, 2) as admitted:
+        for choice in (0, 1):
+            with pytest.raises(Refused):
+                await admission.hand_over(admitted, choice)
     assert decode.idle

@@ -2,17 +2,20 @@
 
 import asyncio
 import logging
+import random
 from typing import Any
 
 import pytest
 
-from protocol.errors import PeerLost
+from protocol.errors import DeadlineExceeded, PeerLost
 from protocol.ids import Incarnation, InstanceId
 from protocol.membership import Member
 from protocol.message import Message
-from protocol.registry import Heard, Load, Pool, Register, Report, Welcome
+from protocol.registry import DEAD_AFTER_REPORTS, Heard, Load, Pool, Register, Report, Welcome
 from protocol.rpc import Client
 from protocol.zmq_transport import ZmqTransport
+from simulator.loop import run_virtual
+from simulator.network import Network, Weather
 from tests.fakes import MANIFEST
 
 
@@ -64,6 +67,41 @@ async def test_a_conductor_that_stays_away_is_warned_of(caplog: pytest.LogCaptur
 
 async def test_an_answer_between_two_failures_forgives_the_first(caplog: pytest.LogCaptureFixture) -> None:
     assert await warnings_of([False, True], caplog) == ["the conductor does not answer: gone"]
+
+
+class Lossy(Client):
+    """Loses the first report: nothing comes back before its deadline."""
+
+    said: list[tuple[str, float]]
+
+    async def call(self, message: Message, *_: Any, within_s: float) -> Any:
+        now = asyncio.get_running_loop().time()
+        self.said.append((type(message).__name__, now))
+        if isinstance(message, Register):
+            return Welcome(Heard(True, None, report_s=0.5))
+        if len(self.said) == 2:
+            await asyncio.sleep(within_s)
+            raise DeadlineExceeded("nothing came")
+        return Heard(True, None, report_s=0.5)
+
+
+def test_one_lost_report_is_made_good_before_silence_counts_as_death() -> None:
+    async def heard(_: Heard) -> None:
+        return None
+
+    async def main() -> list[tuple[str, float]]:
+        identity = Register(InstanceId("decode-0"), Incarnation("one"), Pool.DECODE, "sim://x", "here", MANIFEST)
+        client = Lossy(Network(Weather(), random.Random(1)).site("here"), "sim://conductor")
+        client.said = []
+        task = asyncio.create_task(Member(client, identity, Load, heard).run())
+        await asyncio.sleep(10)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return client.said
+
+    said = run_virtual(main())
+    assert [name for name, _ in said[:4]] == ["Register", "Report", "Register", "Report"]
+    assert said[2][1] - said[0][1] < DEAD_AFTER_REPORTS * 0.5
 
 
 class Willing(Client):
