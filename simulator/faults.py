@@ -101,6 +101,11 @@ class Script:
     clients: list[Client]
     faults: list[Fault]
 
+    @property
+    def swift(self) -> bool:
+        """Whether nobody waits long: nobody is slow, and no message is lost, which nobody notices."""
+        return not self.plan.weather.lost and all(fault.kind is Kind.DEATH for fault in self.faults)
+
 
 def script_of(seed: int) -> Script:
     """Draw it. Equal seeds give equal scripts."""

@@ -113,6 +113,8 @@ class Trial:
         told.ending = await self._served(ask, told)
         try:
             told.check()
+            if self._script.swift and told.admitted_times:
+                assert "not finished" not in told.reason, told.reason
         except AssertionError as error:
             self._broken(f"{request}, {told.ending.value}: {error}")
 

@@ -141,7 +141,7 @@ async def _keep(world: World) -> None:
         (_lease, "held by nobody"),
         (_load, "ledger still has"),
         (_send, "on their way for ever"),
-        (_take_pages, ""),  # by its own check
+        (_take_pages, "^$"),  # by its own check
         (_end_by_itself, "the view has|ended by itself"),
         (_forget, "the view has"),
         (_keep, "connections to the dead"),
