@@ -31,8 +31,8 @@ ABOUT = "the same nodes, disaggregated at its best split against co-located at i
 NODES = 16
 PREFILLS = (8, 10, 12, 13, 14)
 """Prefill nodes of the splits; the others decode."""
-BUDGETS = (256, 512, 1024, 2048)
-"""Tokens of one step of the rival."""
+BUDGETS = (256, 384, 512, 768, 1024, 2048)
+"""Tokens of one step of the rival. The best one moves with the limit, from 256 to 1,024: there they are closer."""
 TBT_LIMITS_S = (0.1, 0.2, 0.3)
 TTFT_LIMIT_S = 30.0
 """All four as the FAST 2025 paper of Mooncake has them."""
@@ -40,17 +40,17 @@ ENOUGH = 0.9
 """Of all requests must be within both limits: its effective capacity."""
 EVEN = 0.05
 """Speeds that differ by less are even: so much comes and goes with the order of ties."""
-CLOSE = 0.07
+CLOSE = 0.05
 """Splits that come so close to the best on the front of a trace are measured on the whole of it: the front's
 caches are cold, which favours prefill nodes."""
-SLICE = 3000
+SLICE = 1500
 """Requests of the front."""
 GUESS = 0.2
-"""Speed for each prefill node at which a search on the front begins: about what it turns out to be."""
+"""Speed for each prefill node, or node of the rival, at which a search begins: about what it turns out to be."""
 NO_TBT_LIMIT_S = 1e6
 
-COARSE, FINE = (1.25, 1.12), (1.08, 1.03)
-"""Stride and precision of a search."""
+COARSE, FINE, FAR = (1.25, 1.12), (1.08, 1.04), (1.3, 1.05)
+"""Stride and precision of a search: on the front, on the whole from there, and of the rival from anywhere."""
 
 OURS = "disaggregated"
 VARIANTS: Mapping[str, Mapping[str, bool]] = {
@@ -199,8 +199,8 @@ def _rivals(setups: Mapping[str, Setup], refuse: bool, jobs: int, tell: Tell) ->
                 refuse_s=TTFT_LIMIT_S if refuse else math.inf,
                 **fields,
             ),
-            GUESS * NODES * (1 - ENOUGH / 4),
-            FINE,
+            GUESS * NODES,
+            FAR,
         )
         for trace, setup in setups.items()
         for variant, fields in VARIANTS.items()
