@@ -10,12 +10,13 @@ A decision and its entry in the ledger are made in one breath: the next decision
 
 import asyncio
 import contextlib
+import math
 import random
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from conductor.admit import RETRY_GRID_S, Candidate, Gate, Rules, Verdict, pool_load
+from conductor.admit import Candidate, Gate, Rules, Verdict, pool_load
 from conductor.admitted import Admitted, Wanted
 from conductor.ask import Limits, Priority, Refusal, Refused
 from conductor.config import ConductorConfig
@@ -24,7 +25,6 @@ from conductor.lengths import Lengths
 from conductor.line import Held, Line
 from conductor.metrics import Metrics
 from conductor.place import RETRY_NOBODY_S, Scene, place
-from conductor.turns import Turns
 from conductor.view import Instance, View
 from kvcache_pool.api import Found
 from protocol.ids import RequestId
@@ -39,11 +39,23 @@ TICK_S = 0.25
 MISSES_MAX = 4
 """A walk ends when so many did not fit: those behind them hardly will."""
 
+SHOW_EVERY_S = 1.0
+"""How old the loads that metrics show may be."""
+
 LOOKUP_EVERY_S = 2.0
 """How old a held request's knowledge of the cache may become."""
 
 FULL_RETRY_S = 1.0
 """When to come back to a full line: it moves in about this time."""
+
+
+NOTHING = Found(0, {})
+"""A prompt of which nothing is cached, or nobody can say so."""
+
+DRAINING = "the service is shutting down"
+
+Lookup = Callable[[], Awaitable[Found | None]]
+"""How much of a prompt is cached, and where; None: there was no answer."""
 
 
 @dataclass
@@ -84,10 +96,11 @@ class Admission:
             overtaken_max=config.overtaken_max,
             age_s=config.batch_age_s,
         )
-        self._turns = Turns()
         self._waiting: dict[RequestId, _Waiting] = {}
         self._computed: list[_Computed] = []
         self._changed = asyncio.Event()
+        self._limits = Limits(config.ttft_limit_s or math.inf, config.tbt_limit_s or math.inf)
+        self._shown_at = -math.inf
 
     @property
     def held(self) -> int:
@@ -109,33 +122,44 @@ class Admission:
         """Look at those who wait whenever something has changed, until cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TICK_S if self._waiting or self._computed else None):
+                async with asyncio.timeout(TICK_S if self._waiting or self._computed else SHOW_EVERY_S):
                     await self._changed.wait()
             self._changed.clear()
+            self._show_loads()
             self._walk_computed()
             self._walk_held()
             await asyncio.sleep(WALK_EVERY_S)
+
+    def drain(self) -> None:
+        """Refuse all that are held: the Conductor is about to end."""
+        for waiting in list(self._waiting.values()):
+            self._line.remove(waiting.wanted.request)
+            if not waiting.told.done():
+                waiting.told.set_exception(Refused(Refusal("draining", DRAINING, FULL_RETRY_S)))
+        self._waiting.clear()
 
     def check(self) -> None:
         """Asserts that whoever is in the line waits, and nobody else."""
         self._line.check()
         assert len(self._waiting) == len(self._line)
+        assert all(request in self._line for request in self._waiting)
 
     # -- before the prefill -----------------------------------------------------------------------
 
-    async def admit(self, wanted: Wanted, lookup: Callable[[], Awaitable[Found]]) -> Admitted:
+    async def admit(self, wanted: Wanted, lookup: Lookup) -> Admitted:
         """Judge; hold if need be. Enter the returned context manager at once. Raises Refused."""
         self.gate.observe_prompt(wanted.prompt.tokens)
-        found, held = await lookup(), _held(wanted)
-        if wanted.promised or self._line.may_pass(held, _now()):
-            admitted = self._judge(wanted, found, held)
+        found, held, now = await lookup() or NOTHING, _held(wanted), _now()
+        if wanted.promised or self._line.may_pass(held, now):
+            admitted = self._judge(wanted, found, held, now)
             if admitted is not None:
                 return admitted
         return await self._hold(_Waiting(wanted, held, found, asyncio.get_running_loop().create_future()), lookup)
 
-    def _judge(self, wanted: Wanted, found: Found, held: Held) -> Admitted | None:
-        """Admit, and enter it in the ledger; None if it must be held. Raises Refused."""
-        now = _now()
+    def _judge(self, wanted: Wanted, found: Found, held: Held, now: float) -> Admitted | None:
+        """Admit, and enter it in the ledger; None if it must be held. Raises Refused.
+
+        `now` is when the line was asked whether it may be judged: the line may be another a moment later."""
         scene = Scene(self._view, self.estimates, now, self._dice.randrange, self._threshold)
         plan = place(scene, wanted.prompt, found, self.placement)
         if isinstance(plan, Refusal):
@@ -158,16 +182,15 @@ class Admission:
         if judgement.verdict is Verdict.REFUSE:
             raise Refused(judgement.refusal(429))
         assert judgement.decode is not None, "a pool without an instance was refused before"
-        if not wanted.promised:
+        if wanted.promised:
+            self._line.remove(held.key)
+        else:
             self._line.admitted(held, now)
         return Admitted(self._view, wanted, plan, judgement.decode, _now, self.poke)
 
-    async def _hold(self, waiting: _Waiting, lookup: Callable[[], Awaitable[Found]]) -> Admitted:
+    async def _hold(self, waiting: _Waiting, lookup: Lookup) -> Admitted:
         """Stand in the line until a walk admits or refuses this request. Raises Refused."""
         wanted, told, began = waiting.wanted, waiting.told, _now()
-        wait_s = self._turns.wait_s(self._line.ahead(waiting.held, began), began)
-        if began + wait_s > waiting.held.deadline:
-            raise Refused(_too_long(wait_s, wanted, began))
         pushed = self._line.add(waiting.held, began)
         if pushed is None:
             raise Refused(_full(len(self._line)))
@@ -176,47 +199,55 @@ class Admission:
         self._waiting[wanted.request] = waiting
         self._show_line()
         self.poke()
+        refresh = asyncio.create_task(_refresh(waiting, lookup))
         try:
-            while not told.done():
-                await asyncio.wait([told], timeout=LOOKUP_EVERY_S)
-                if not told.done():
-                    waiting.found = await lookup()
+            await asyncio.wait([told])
             return told.result()
         except BaseException:
             if told.done() and not told.cancelled() and told.exception() is None:
                 told.result().close()  # admitted in the moment in which its client left
             raise
         finally:
+            refresh.cancel()
             self._line.remove(wanted.request)
             self._waiting.pop(wanted.request, None)
-            if not len(self._line):
-                self._turns.empty()
             self._metrics.observe_hold(_now() - began)
             self._show_line()
 
     def _walk_held(self) -> None:
-        """Admit those that fit by now. Where one does not fit, none does that is as long: they are passed over."""
+        """Admit those that fit by now. Where one does not fit, none does that asks for as much: they are passed
+        over."""
         now, misses = _now(), 0
-        shortest: dict[Priority, int] = {}
+        self._end_overdue(now)
+        shortest: dict[tuple[Priority, float, int], int] = {}
         for held in self._line.candidates(now):
-            overdue = held.deadline <= now
-            if held.tokens >= shortest.get(held.priority, sys.maxsize) and not overdue:
-                continue
             waiting = self._waiting[held.key]
+            wanted = waiting.wanted
+            alike = wanted.priority, wanted.limits.tbt_s, len(wanted.choices)
+            if held.tokens >= shortest.get(alike, sys.maxsize):
+                continue
             try:
-                admitted = self._judge(waiting.wanted, waiting.found, held)
+                admitted = self._judge(wanted, waiting.found, held, now)
             except Refused as refused:
                 self._line.remove(held.key)
                 self._waiting.pop(held.key).told.set_exception(refused)
                 continue
             if admitted is not None:
-                self._turns.took(now)
                 self._waiting.pop(held.key).told.set_result(admitted)
                 continue
-            shortest[held.priority] = held.tokens
+            shortest[alike] = held.tokens
             misses += 1
             if misses >= MISSES_MAX:
                 return
+
+    def _end_overdue(self, now: float) -> None:
+        """Refuse those whose limit is out of reach, wherever they stand."""
+        for held in self._line.expired(now):
+            waiting = self._waiting.pop(held.key)
+            waited_s, limits = now - waiting.wanted.arrived_at, waiting.wanted.limits
+            text = f"Decode had no room for it in the {waited_s:.3g} s that it has waited"
+            refusal = Refusal("tbt", text, FULL_RETRY_S, 429, ttft_s=waited_s, limits=limits)
+            waiting.told.set_exception(Refused(refusal))
 
     # -- after the prefill ------------------------------------------------------------------------
 
@@ -230,6 +261,7 @@ class Admission:
             return instance
         computed = _Computed(admitted, choice, asyncio.get_running_loop().create_future())
         self._computed.append(computed)
+        self.poke()
         try:
             return await computed.told
         finally:
@@ -251,15 +283,18 @@ class Admission:
             raise admitted.refused
         if judgement.decode is None:
             raise Refused(Refusal("no_decode", "; ".join(self._view.missing()), RETRY_NOBODY_S))
-        admitted.moved(choice, judgement.decode, now)
+        admitted.moved(choice, judgement.decode, now, handed_over=True)
         admitted.handed_over = True
         return judgement.decode
 
     def _walk_computed(self) -> None:
-        misses = 0
+        now, misses = _now(), 0
         for computed in list(self._computed):
-            if misses >= MISSES_MAX:
-                return
+            wanted = computed.admitted.wanted
+            if computed.told.done():
+                continue  # its client has left in this turn of the loop, and takes it out
+            if misses >= MISSES_MAX and now <= wanted.arrived_at + wanted.limits.ttft_s:
+                continue
             try:
                 instance = self._offer(computed.admitted, computed.choice)
             except Refused as refused:
@@ -286,8 +321,15 @@ class Admission:
 
     def cut(self, admitted: Admitted, choice: int, tokens: int) -> None:
         """An answer ended before its time, after so many tokens: its client left, or its instance died."""
-        self.lengths.censored(admitted.wanted.priority, tokens)
+        if tokens:
+            self.lengths.censored(admitted.wanted.priority, tokens)
         admitted.gone(choice)
+
+    def _show_loads(self) -> None:
+        if _now() >= self._shown_at + SHOW_EVERY_S:
+            self._shown_at = _now()
+            for pool, load in zip((Pool.PREFILL, Pool.DECODE), self.pool_loads(self._limits), strict=True):
+                self._metrics.judged(pool, load)
 
     def _show_line(self) -> None:
         self._metrics.set_held(len(self._line), self._line.tokens)
@@ -308,17 +350,16 @@ def rules_of(config: ConductorConfig) -> Rules:
     )
 
 
+async def _refresh(waiting: _Waiting, lookup: Lookup) -> None:
+    """Keep what a held request knows of the cache young, until cancelled."""
+    while True:
+        await asyncio.sleep(LOOKUP_EVERY_S)
+        waiting.found = await lookup() or waiting.found
+
+
 def _held(wanted: Wanted) -> Held:
     deadline = min(wanted.arrived_at + wanted.limits.ttft_s, wanted.ends_at)
     return Held(wanted.request, wanted.priority, wanted.prompt.tokens, wanted.arrived_at, deadline)
-
-
-def _too_long(wait_s: float, wanted: Wanted, now: float) -> Refusal:
-    """By prediction: its turn would come when its limit is out of reach."""
-    text = f"Decode has no room, and a request that waits now would wait {wait_s:.3g} s"
-    ttft_s = now - wanted.arrived_at + wait_s
-    retry_s = min(max(ttft_s - wanted.limits.ttft_s, FULL_RETRY_S), RETRY_GRID_S[-1])
-    return Refusal("tbt", text, retry_s, 429, ttft_s=ttft_s, limits=wanted.limits)
 
 
 def _full(held: int) -> Refusal:

@@ -222,10 +222,25 @@ class Gate:
         """To the first instance that takes it; if none does, `hold` says whether it waits or is refused."""
         taker = next((forecast for forecast in tested if self._takes(scene, forecast)), None)
         if taker is None and tested:
+            if all(self._never(scene, forecast) for forecast in tested):
+                return self._full(scene, tested[0], hold=False)
             self._closed.add(scene.candidate.priority)
             return self._full(scene, tested[0], hold=hold)
         self._closed.discard(scene.candidate.priority)
         return _admit(scene, [taker] if taker else [])
+
+    def _never(self, scene: _Scene, forecast: Forecast) -> bool:
+        """Whether it does not even fit on this instance alone: no waiting mends that."""
+        candidate, instance = scene.candidate, forecast.instance
+        rows, tokens = candidate.choices, candidate.choices * self._size(candidate)
+        capacity = instance.load.blocks_total * scene.view.manifest.layout.block_tokens
+        alone_s = scene.estimates.step(instance.kind).at(rows, tokens)
+        return alone_s > candidate.limits.tbt_s * (1.0 + self.rules.margin) or 0 < capacity < tokens
+
+    def _size(self, candidate: Candidate) -> float:
+        """Tokens of its prompt, as the test sees them."""
+        blind = self.rules.size_blind and self._prompt.samples
+        return self._prompt.value if blind else candidate.tokens
 
     def _late(self, scene: _Scene) -> bool:
         """Whether the TTFT limit is out of reach. Waiting does not mend it: no queue outruns the clock."""
@@ -261,7 +276,6 @@ class Gate:
 
     def _outlook(self, scene: _Scene, presence: Presence, at: float, *, reserve: bool = False) -> Outlook:
         candidate, lengths, rules = scene.candidate, scene.lengths, self.rules
-        blind = rules.size_blind and self._prompt.samples
         residence_s = rules.residence_s or (self._residence.value if self._residence.samples else math.inf)
         return Outlook(
             now=scene.now,
@@ -269,7 +283,7 @@ class Gate:
             presence=presence,
             interactive=lengths.tail(Priority.INTERACTIVE),
             batch=lengths.tail(Priority.BATCH),
-            context=self._prompt.value if blind else candidate.tokens,
+            context=self._size(candidate),
             growth=lengths.mean(candidate.priority),
             block_tokens=scene.view.manifest.layout.block_tokens,
             choices=candidate.choices,

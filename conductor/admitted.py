@@ -12,6 +12,16 @@ from conductor.view import Instance, Key, Prefilling, Stream, View
 from protocol.ids import RequestId
 
 
+@dataclass
+class Told:
+    """What the client of a request has heard, over all attempts at it."""
+
+    admitted: bool = False
+    prefilled: bool = False
+    tokens: bool = False
+    """Some of any choice."""
+
+
 @dataclass(frozen=True)
 class Wanted:
     """A request, as admission sees it."""
@@ -24,8 +34,12 @@ class Wanted:
     arrived_at: float
     ends_at: float
     """Its own deadline: no hold outlasts it."""
-    promised: bool = False
-    """Part of its answer is out already: it is not judged again."""
+    told: Told
+
+    @property
+    def promised(self) -> bool:
+        """Part of its answer is out already: it is not judged again."""
+        return self.told.tokens
 
 
 class Admitted:
@@ -85,9 +99,12 @@ class Admitted:
             self._view.sent(self.plan.source, self.plan.fetched_bytes)
         self._left()
 
-    def moved(self, choice: int, instance: Instance, due_at: float) -> None:
+    def moved(self, choice: int, instance: Instance, due_at: float, *, handed_over: bool = False) -> None:
         """The choice goes to this decode instance, and should be there at `due_at`."""
-        stream = Stream(self.wanted.prompt.tokens, due_at, self.wanted.priority, tbt_s=self.wanted.limits.tbt_s)
+        wanted = self.wanted
+        stream = Stream(
+            wanted.prompt.tokens, due_at, wanted.priority, tbt_s=wanted.limits.tbt_s, handed_over=handed_over
+        )
         self._decodes[choice] = instance
         self._view.enter(instance, self._key(choice), stream)
 

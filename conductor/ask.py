@@ -41,7 +41,9 @@ class Ask:
     tenant: str = ""
     salt: str = ""
     within_s: float = 600.0
-    """The whole request's deadline, from its arrival."""
+    """What is left of the whole request's deadline."""
+    waited_s: float = 0.0
+    """How long ago its client asked: reading the body and tokenising take time too."""
     priority: Priority = Priority.INTERACTIVE
     limits: Limits = NO_LIMITS
 

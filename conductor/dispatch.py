@@ -88,6 +88,7 @@ class Dispatcher:
         """Refuse new requests from now on; wait until the running ones have ended, and after `within_s` end
         them, each with an error that says why."""
         self._draining = True
+        self._admission.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._idle.wait()
@@ -151,6 +152,8 @@ class Dispatcher:
             async with held as lease:
                 placed = Placed(admitted, held, lease, tokens, blocks)
                 prefilled = await self._prefill(job, choices, placed)
+                if not wanted.promised and admitted.plan.ttft_s > 0:
+                    self._metrics.predicted_ttft((_now() - admitted.began_at) / admitted.plan.ttft_s)
                 job.prefilled(prefilled.reused_tokens)
                 joining = Countdown(len(choices), held)
                 firsts = zip(choices, prefilled.first, strict=True)
@@ -166,16 +169,16 @@ class Dispatcher:
             limits=job.ask.limits,
             arrived_at=job.arrived_at,
             ends_at=job.ends_at,
-            promised=job.told.tokens,
+            told=job.told,
         )
 
-    async def _lookup(self, blocks: list[BlockHash]) -> Found:
-        """How much of the prompt is cached, and where; nothing, while there is nobody to compute the rest, or no
+    async def _lookup(self, blocks: list[BlockHash]) -> Found | None:
+        """How much of the prompt is cached, and where. None while there is nobody to compute the rest, or no
         answer: the prompt is cold then, which is no reason to fail."""
         if not self._view.missing():
-            with contextlib.suppress(PeerLost, DeadlineExceeded):
+            with contextlib.suppress(DangoError):
                 return await self._directory.get().lookup(blocks)
-        return Found(0, {})
+        return None
 
     def _acquire(self, job: Job, plan: Placement, tokens: Ids, blocks: list[BlockHash]) -> Acquire:
         """What to lease. Raises PoolFull when that is more than the whole pool has."""
@@ -202,7 +205,7 @@ class Dispatcher:
         async with self._watched(plan.prefill):
             prefilled = await self._peer(plan.prefill).call(message, Prefilled, within_s=job.left_s)
         placed.admitted.prefilled()
-        if plan.source is not None and prefilled.load_s:
+        if plan.source is not None and plan.own == 0 and prefilled.load_s:  # else part of the time was for its own
             self._admission.estimates.learn_transfer(plan.source, plan.fetched_bytes, prefilled.load_s, _now())
         self._metrics.observe_queue(prefilled.queue_s)
         self._metrics.observe_prefill(prefilled.compute_s)
@@ -230,8 +233,6 @@ class Dispatcher:
         said = Tokens([first.token], [] if choice.sampling.logprobs is None else [first], [0.0])
         over = end_of(choice.sampling, choice.output + Ids("I", said.tokens)) is not None
         instance = None if over else await self._admission.hand_over(placed.admitted, choice.index)
-        if not placed.admitted.wanted.promised:
-            self._metrics.predicted_ttft((_now() - placed.admitted.began_at) / placed.admitted.plan.ttft_s)
         ended = await self._emit(job, choice, said) or await self._end_if_over(job, choice)
         return None if ended else instance
 

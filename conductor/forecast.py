@@ -22,14 +22,14 @@ from conductor.view import Instance, Stream
 from protocol.registry import REPORT_EVERY_S
 
 STALE_REPORTS = 3
-"""A report older than so many (two are missing) says nothing of what runs now: only the ledger is believed then."""
+"""A report older than so many (two are missing) says nothing of what runs now: the ledger is believed then."""
 
 CANDIDATES_MAX = 8
 """Exact forecasts in one decision. Those that a rough sum ranks below the eighth do not win in the exact one."""
 
 PAGES_EACH = 1.5
-"""Pages of a sequence beyond its tokens: its last one is half empty on average, and a decode instance keeps one free
-for each, so that nobody is preempted for the next."""
+"""Pages of a sequence beyond its tokens: its last one is half empty on average, and a decode instance keeps one
+free for each, so that nobody is preempted for the next."""
 
 PROMISED = 0.1
 """A stream that is likelier there than this is owed the time between tokens that it was promised."""
@@ -57,7 +57,7 @@ Presence = Callable[[Stream, Moment], float]
 
 def at_decode(stream: Stream, moment: Moment) -> float:
     """Who runs now, and who was handed over a moment ago and is about to. No forecast."""
-    return 1.0 if stream.joined_at is not None or stream.due_at <= moment.now else 0.0
+    return 1.0 if stream.joined_at is not None or stream.handed_over else 0.0
 
 
 def early(stream: Stream, moment: Moment) -> float:
@@ -204,11 +204,6 @@ class Outlook:
             rough = sorted(rough, key=_rough)[:CANDIDATES_MAX]
         forecasts = [self.of(instance, line) for instance, line in rough]
         return sorted(forecasts, key=lambda f: (not f.fits, f.step_s, f.instance.name))
-
-
-def choose(instances: Iterable[Instance], estimates: Estimates, outlook: Outlook) -> Forecast | None:
-    """The decode instance for a candidate: the least predicted step among those with memory; None of none."""
-    return next(iter(outlook.rank(instances, estimates)), None)
 
 
 def _rough(candidate: tuple[Instance, StepLine]) -> tuple[float, str]:

@@ -256,10 +256,20 @@ class Gateway:
 
     async def _serve_all(self, http: web.Request, order: Order, answer: Answer, arrived: float) -> None:
         """Every prompt to its end, side by side. Raises Refused or Failed of the first that was not served."""
-        within_s = max(0.0, arrived + self._config.request_s - _now())
+        waited_s = _now() - arrived
+        within_s = max(0.0, self._config.request_s - waited_s)
         priority, limits = order.urgency.priority, order.urgency.limits(self._config)
         asks = [
-            Ask(request, prompt, samplings, salt=order.salt, within_s=within_s, priority=priority, limits=limits)
+            Ask(
+                request,
+                prompt,
+                samplings,
+                salt=order.salt,
+                within_s=within_s,
+                waited_s=waited_s,
+                priority=priority,
+                limits=limits,
+            )
             for request, prompt, samplings in zip(_names(http, order), order.prompts, order.samplings, strict=True)
         ]
         firsts = [number * len(ask.samplings) for number, ask in enumerate(asks)]

@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from conductor.admitted import Admitted
+from conductor.admitted import Admitted, Told
 from conductor.ask import Ask, Reply
 from conductor.lease import HeldLease
 from engine.api import Sampling
@@ -21,16 +21,6 @@ class Choice:
     ended: bool = False
     step_s: float = 0.0
     """What the first step after joining was predicted to take; 0 when that has been compared."""
-
-
-@dataclass
-class Told:
-    """What the client has heard of its request, by whichever attempt and choice."""
-
-    admitted: bool = False
-    prefilled: bool = False
-    tokens: bool = False
-    """Some of any choice."""
 
 
 @dataclass
@@ -62,7 +52,7 @@ class Job:
     @property
     def arrived_at(self) -> float:
         """When its client asked."""
-        return self.ends_at - self.ask.within_s
+        return self.ends_at - self.ask.within_s - self.ask.waited_s
 
     @property
     def left_s(self) -> float:

@@ -97,11 +97,6 @@ class Line:
         self._age(now)
         return self._barrier is None or self._entry(newcomer, now) < self._barrier
 
-    def ahead(self, newcomer: Held, now: float) -> int:
-        """How many stand before one that is not held."""
-        self._age(now)
-        return bisect_left(self._order, self._entry(newcomer, now))
-
     def candidates(self, now: float) -> Iterator[Held]:
         """Those that may be judged, in order, down to a barrier. The line may change while this goes on: who has
         left is passed over, and an admission that makes a barrier ends it there.

@@ -182,46 +182,6 @@ def break_even(own: int, best: int, saved_s: float, moved_s: float) -> float:
     return own + FETCH_FIXED_S / gain if gain > 0 else math.inf
 
 
-@dataclass(frozen=True)
-class Beside:
-    """A decode instance that might compute the rest of a prompt beside its running batch."""
-
-    kind: str
-    batch: int
-    """Sequences in its steps."""
-    context: int
-    """Tokens whose KV its steps read."""
-    chunk_tokens: int
-    """Most tokens of a prompt that it computes in one step."""
-    tbt_s: float
-    """The strictest limit of the time between tokens among its running streams; infinite if it has none."""
-    load_s: float
-    """To bring the cached prefix there."""
-
-
-def rest_on_decode(estimates: Estimates, there: Beside, tokens: int, prefix: int, ttft_s: float) -> float | None:
-    """The predicted time to first token if a decode instance computes the rest of a prompt, `tokens` after
-    `prefix`; None if the trip through prefill, with `ttft_s`, is no slower or a running stream would be harmed.
-
-        load | step under way | step + chunk | step + chunk | ... first token
-
-    A step with a chunk is taken for the sum of both, which is an upper bound, since they share a pass. None of
-    them may be longer than the strictest limit, since each is a gap between two tokens of every running stream.
-    How short a rest must be is nowhere set: it follows from the predicted times. Stops as soon as the answer is
-    no, so a long rest costs no time here.
-    """
-    assert tokens > 0, "the last token is always computed"
-    step_s = estimates.step_s(there.kind, there.batch, there.context) if there.batch else 0.0
-    taken_s, done = there.load_s + step_s, 0
-    while done < tokens:
-        chunk = min(there.chunk_tokens, tokens - done)
-        pass_s = step_s + estimates.prefill_s(there.kind, chunk, prefix + done)
-        taken_s, done = taken_s + pass_s, done + chunk
-        if pass_s > there.tbt_s or taken_s >= ttft_s:
-            return None
-    return taken_s
-
-
 class _Costs:
     """What one prompt costs on each instance. Kept for the length of one decision: instances of one kind whose
     homes hold equally much cost the same but for their queues."""

@@ -51,6 +51,8 @@ class Stream:
     """When we heard the last of them."""
     tbt_s: float = math.inf
     """The time between tokens that it was promised: whoever joins it later must leave it that."""
+    handed_over: bool = False
+    """Its prompt is computed, and this instance is settled."""
 
 
 @dataclass

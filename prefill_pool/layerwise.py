@@ -94,6 +94,8 @@ class Job:
         try:
             for layer, arrived in enumerate(self._arrived):
                 await arrived.wait()
+                if self.stopped:
+                    return  # nothing more arrives, whatever the events say
                 await self._mover.write(layer, grants, self._engine.runs(layer), pages, Priority.STORE)
             names = [self._message.blocks[copy.source] for copy in copies]
             await self._directory.get().commit(self._message.lease, list(range(first, first + len(copies))), names)

@@ -43,7 +43,6 @@ PURE = {
     "conductor/lengths.py",
     "conductor/line.py",
     "conductor/text.py",
-    "conductor/turns.py",
     "conductor/ask.py",
     "prefill_pool/schedule.py",
     "decode_pool/schedule.py",

@@ -1,14 +1,16 @@
 """What admission promises, it keeps: of a request whose first choice goes on, all do."""
 
 import asyncio
+import contextlib
 import random
+from collections.abc import AsyncIterator
 
 import pytest
 
 from conductor.admission import Admission
-from conductor.admit import Judgement, Verdict
-from conductor.admitted import Admitted, Wanted
-from conductor.ask import NO_LIMITS, Priority, Refused
+from conductor.admit import Candidate, Judgement, Verdict
+from conductor.admitted import Admitted, Told, Wanted
+from conductor.ask import NO_LIMITS, Limits, Priority, Refused
 from conductor.config import ConductorConfig
 from conductor.metrics import Metrics
 from conductor.place import Prompt
@@ -26,7 +28,7 @@ def an_admission(view: View, **config: object) -> Admission:
 def wanted(choices: int) -> Wanted:
     now = asyncio.get_running_loop().time()
     numbers = list(range(choices))
-    return Wanted(RequestId("r"), Prompt(10, 0), numbers, Priority.INTERACTIVE, NO_LIMITS, now, now + 10)
+    return Wanted(RequestId("r"), Prompt(10, 0), numbers, Priority.INTERACTIVE, NO_LIMITS, now, now + 10, Told())
 
 
 async def admitted_by(admission: Admission, choices: int) -> Admitted:
@@ -69,3 +71,108 @@ async def test_when_one_choice_was_refused_in_decode_the_others_are_too(monkeypa
             with pytest.raises(Refused):
                 await admission.hand_over(admitted, choice)
     assert decode.idle
+
+
+def judging(admission: Admission, monkeypatch: pytest.MonkeyPatch, **verdicts: Verdict) -> dict[str, Verdict]:
+    """Exchange the gate's judgement of each prompt: by its class and its limit of the time between tokens."""
+    table = dict(verdicts)
+
+    def judge(candidate: Candidate, view: View, *_: object) -> Judgement:
+        (decode,) = view.of(Pool.DECODE)
+        verdict = table.get(f"{candidate.priority.value}_{candidate.limits.tbt_s:g}", Verdict.HOLD)
+        return Judgement(verdict, decode, candidate.limits, 0.0, reason="tbt")
+
+    monkeypatch.setattr(admission.gate, "judge", judge)
+    return table
+
+
+def asked(
+    name: str, *, priority: Priority = Priority.INTERACTIVE, ttft_s: float = 60.0, tbt_s: float = 1.0
+) -> Wanted:
+    now, limits = asyncio.get_running_loop().time(), Limits(ttft_s, tbt_s)
+    return Wanted(RequestId(name), Prompt(10, 0), [0], priority, limits, now, now + 100, Told())
+
+
+async def _nothing() -> Found | None:
+    return None
+
+
+async def _outcome(admission: Admission, request: Wanted) -> str:
+    """How an attempt ends: `admitted`, or the reason of its refusal."""
+    try:
+        with await admission.admit(request, _nothing):
+            return "admitted"
+    except Refused as refused:
+        return refused.refusal.reason
+
+
+@contextlib.asynccontextmanager
+async def running(admission: Admission) -> AsyncIterator[None]:
+    task = asyncio.create_task(admission.run())
+    yield
+    assert not task.done(), "the walk survived"
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_hold_ends_with_its_limit_wherever_it_stands(monkeypatch: pytest.MonkeyPatch):
+    """Behind more misfits than a walk tries, and in the class that is tried last."""
+    admission = an_admission(a_pool())
+    judging(admission, monkeypatch)
+    async with running(admission), asyncio.timeout(5.0):
+        before = [asyncio.create_task(_outcome(admission, asked(f"m{n}", tbt_s=1.0 + n))) for n in range(8)]
+        await asyncio.sleep(0)
+        assert await _outcome(admission, asked("late", priority=Priority.BATCH, ttft_s=0.3)) == "tbt"
+        admission.drain()
+        assert await asyncio.gather(*before) == ["draining"] * 8
+    admission.check()
+
+
+async def test_one_with_an_easier_limit_is_tried_behind_an_equal_one_that_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    admission = an_admission(a_pool())
+    table = judging(admission, monkeypatch)
+    async with running(admission), asyncio.timeout(5.0):
+        strict = asyncio.create_task(_outcome(admission, asked("strict", tbt_s=0.01)))
+        easy = asyncio.create_task(_outcome(admission, asked("easy", tbt_s=0.5)))
+        await asyncio.sleep(0.05)
+        table["interactive_0.5"] = Verdict.ADMIT
+        assert await easy == "admitted"
+        assert not strict.done()
+        admission.drain()
+        assert await strict == "draining"
+
+
+async def test_a_client_that_leaves_in_the_turn_of_the_walk_does_not_end_the_walk(monkeypatch: pytest.MonkeyPatch):
+    view = a_pool()
+    admission = an_admission(view, admission="at_decode")
+    (decode,) = view.of(Pool.DECODE)
+    verdict = [Verdict.HOLD]
+    monkeypatch.setattr(
+        admission.gate, "hand_over", lambda *_: Judgement(verdict[0], decode, NO_LIMITS, 0.0, reason="tbt")
+    )
+    async with running(admission):
+        with await admitted_by(admission, 1) as admitted:
+            waiting = asyncio.create_task(admission.hand_over(admitted, 0))
+            await asyncio.sleep(0.1)
+            verdict[0] = Verdict.ADMIT
+            waiting.cancel()
+            admission._walk_computed()
+            await asyncio.gather(waiting, return_exceptions=True)
+        await asyncio.sleep(0.05)
+    assert decode.idle
+
+
+async def test_one_whose_answer_has_begun_meanwhile_is_not_held_any_longer(monkeypatch: pytest.MonkeyPatch):
+    """Another choice of the same request has sent its first token: none may be refused now."""
+    admission = an_admission(a_pool())
+    judging(admission, monkeypatch)
+    async with running(admission), asyncio.timeout(5.0):
+        request = asked("r")
+        waiting = asyncio.create_task(_outcome(admission, request))
+        await asyncio.sleep(0.05)
+        request.told.tokens = True
+        admission.poke()
+        assert await waiting == "admitted"
+    admission.check()

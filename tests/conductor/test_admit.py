@@ -291,7 +291,7 @@ def test_reserve_is_careful_where_survival_is_doubtful():
 
 def test_a_size_blind_test_takes_each_prompt_for_a_mean_one():
     gate = a_gate(size_blind=True)
-    assert judged(gate, busy(1), tokens=100_000).verdict is HOLD, "no mean yet"
+    assert judged(gate, busy(1), tokens=100_000).verdict is REFUSE, "no mean yet, and it fits on no empty instance"
     for tokens in (500, 1500):
         gate.observe_prompt(tokens)
     judgements = [judged(gate, busy(1), tokens=tokens) for tokens in (10, 100_000)]
@@ -317,7 +317,7 @@ def test_the_baseline_counts_who_was_handed_over_a_moment_ago_but_no_one_in_pref
     view = a_pool()
     enter(view, "decode-0", *[coming(in_s=1)] * 60)
     assert handed(a_gate("at_decode"), view).verdict is ADMIT
-    enter(view, "decode-0", *[coming(in_s=0)] * 60)
+    enter(view, "decode-0", *[replace(coming(in_s=0), handed_over=True)] * 60)
     assert handed(a_gate("at_decode"), view).verdict is HOLD
 
 

@@ -1,6 +1,7 @@
 """Who will be there, what a step will take then, and which instance is best: more load never looks better."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor.ask import Priority
-from conductor.estimate import StepLine
+from conductor.estimate import Estimates, StepLine
 from conductor.forecast import (
     CANDIDATES_MAX,
     PAGES_EACH,
@@ -18,7 +19,6 @@ from conductor.forecast import (
     Moment,
     Outlook,
     at_decode,
-    choose,
     early,
     predictive,
     survival,
@@ -47,6 +47,11 @@ class SameForAll:
 
     def fresh(self, pool: Pool, kind: str, now: float) -> int:
         return self.samples
+
+
+def choose(instances: Iterable[Instance], estimates: Estimates, outlook: Outlook) -> Forecast | None:
+    """The first that `rank` gives."""
+    return next(iter(outlook.rank(instances, estimates)), None)
 
 
 def a_tail(longest: int = 400) -> Tail:
@@ -106,7 +111,8 @@ def test_early_and_at_decode_look_at_the_present_only():
     for presence in (early, at_decode):
         assert presence(running(since=1e6), at(100)) == 1
         assert presence(coming(in_s=1), at(100)) == 0
-    assert at_decode(coming(in_s=0), at(0)) == 1, "handed over, and about to join"
+    assert at_decode(coming(in_s=0, handed_over=True), at(0)) == 1, "about to join"
+    assert at_decode(coming(in_s=-5), at(0)) == 0, "late, and still in prefill"
     assert early(coming(in_s=0), at(0)) == 0
 
 

@@ -17,7 +17,6 @@ from conductor.estimate import Estimates
 from conductor.place import (
     FETCH_FIXED_S,
     PLACEMENTS,
-    Beside,
     Placement,
     Plan,
     Prompt,
@@ -25,7 +24,6 @@ from conductor.place import (
     break_even,
     place,
     placement_named,
-    rest_on_decode,
 )
 from conductor.view import Prefilling
 from kvcache_pool.api import Found
@@ -356,43 +354,3 @@ def test_more_of_a_prefix_in_the_cache_never_raises_the_predicted_time(
     before = placed(*three(lengths, queues, rates))
     grown = [length + more * (n == which) for n, length in enumerate(lengths)]
     assert placed(*three(grown, queues, rates)).ttft_s <= before.ttft_s + 1e-9
-
-
-# -- short rests on decode --------------------------------------------------------------------------
-
-THERE = Beside(kind="", batch=10, context=1000, chunk_tokens=16, tbt_s=math.inf, load_s=0.05)
-STEP_S = 0.02 + 0.01 + 0.1
-
-
-def test_a_short_rest_is_computed_beside_the_batch_when_the_trip_through_prefill_takes_longer():
-    taken_s = 0.05 + STEP_S + (STEP_S + 4 * 0.01)
-    assert rest_on_decode(Rates(), THERE, 4, 36, ttft_s=1.0) == pytest.approx(taken_s)
-    assert rest_on_decode(Rates(), THERE, 4, 36, ttft_s=taken_s) is None
-
-
-def test_a_rest_of_several_chunks_takes_as_many_steps():
-    taken_s = 0.05 + STEP_S + 3 * STEP_S + 36 * 0.01
-    assert rest_on_decode(Rates(), THERE, 36, 4, ttft_s=9.0) == pytest.approx(taken_s)
-    assert rest_on_decode(Rates(), THERE, 36, 4, ttft_s=0.5) is None
-
-
-def test_a_rest_that_would_break_the_strictest_limit_of_a_running_stream_goes_through_prefill():
-    strict = replace(THERE, tbt_s=STEP_S + 0.1)
-    assert rest_on_decode(Rates(), strict, 10, 30, ttft_s=9.0) is not None
-    assert rest_on_decode(Rates(), strict, 11, 29, ttft_s=9.0) is None
-
-
-def test_an_idle_decode_instance_waits_for_no_step():
-    idle = replace(THERE, batch=0, context=0, tbt_s=math.inf)
-    assert rest_on_decode(Rates(), idle, 4, 36, ttft_s=9.0) == pytest.approx(0.05 + 4 * 0.01)
-
-
-@given(st.integers(1, 100), st.integers(0, 100), st.floats(0.0, 3.0), st.floats(0.0, 0.5), RATES)
-def test_a_rest_on_decode_is_always_cheaper_and_a_longer_one_never_cheaper(
-    tokens: int, prefix: int, ttft_s: float, tbt_s: float, rates: Rates
-):
-    there = replace(THERE, tbt_s=tbt_s)
-    taken_s = rest_on_decode(rates, there, tokens, prefix, ttft_s)
-    longer_s = rest_on_decode(rates, there, tokens + 1, prefix, ttft_s)
-    assert taken_s is None or taken_s < ttft_s
-    assert longer_s is None or (taken_s is not None and taken_s <= longer_s + 1e-9)
