@@ -20,6 +20,8 @@ class Told:
     prefilled: bool = False
     tokens: bool = False
     """Some of any choice."""
+    apart: bool = False
+    """Not heard, but owed: its choices were placed again, each by itself, and none may be refused alone."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,8 @@ class Wanted:
 
     @property
     def promised(self) -> bool:
-        """Part of its answer is out already: it is not judged again."""
-        return self.told.tokens
+        """Part of its answer is out already, or may be by another choice: it is not judged again."""
+        return self.told.tokens or self.told.apart
 
 
 class Admitted:

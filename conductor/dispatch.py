@@ -135,6 +135,7 @@ class Dispatcher:
             await self._end_if_over(job, choice)
         # The choices have gone different ways by now, so each is a prompt, and a request, of its own.
         left = [(replace(job, request=RequestId(f"{job.request}.{c.index}")), c) for c in choices if not c.ended]
+        job.told.apart = len(left) > 1
         await together(self._attempt(again, [choice]) for again, choice in left)
 
     async def _attempt(self, job: Job, choices: list[Choice]) -> None:

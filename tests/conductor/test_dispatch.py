@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from conductor.admission import Admission, Lookup
+from conductor.admitted import Admitted, Wanted
 from conductor.ask import Failed, Refused
 from conductor.view import Stream
 from decode_pool.api import Tokens
@@ -325,6 +327,21 @@ async def test_a_call_to_the_directory_that_takes_too_long_is_not_the_requests_o
         with pytest.raises(Failed, match="lost an instance"):
             await cluster.serve(an_ask(PROMPT))
         await cluster.at_rest()
+
+
+async def test_choices_that_are_placed_again_are_not_judged_one_by_one(monkeypatch: pytest.MonkeyPatch):
+    judged, whole = [], Admission.admit
+
+    async def admit(admission: Admission, wanted: Wanted, lookup: Lookup) -> Admitted:
+        judged.append((wanted.choices, wanted.promised))
+        return await whole(admission, wanted, lookup)
+
+    monkeypatch.setattr(Admission, "admit", admit)
+    async with a_cluster() as cluster:
+        Failing(monkeypatch, "acquire", 1)
+        reply = await cluster.serve(an_ask(PROMPT, choices=2))
+        assert reply.said == {choice: foretell(PROMPT, 8) for choice in range(2)}
+    assert judged == [([0, 1], False), ([0], True), ([1], True)]
 
 
 async def test_no_connection_is_made_to_an_instance_that_was_given_up_meanwhile():
