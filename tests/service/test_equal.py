@@ -48,13 +48,18 @@ def test_cold_and_warm_say_what_transformers_says(shaped: Service, referee: Refe
         assert shaped.client.streamed(prompt, TOKENS).text == referee.says(prompt)
 
 
-def test_the_next_turn_finds_what_decoding_made(shaped: Service, referee: Referee) -> None:
+def test_the_next_turn_finds_what_decoding_made(
+    shaped: Service, referee: Referee, request: pytest.FixtureRequest
+) -> None:
     prompt = a_prompt(50, seed=50)
     turn = [*prompt, *referee.tokens(prompt, TOKENS), 9, 8, 7]
     assert text_of(shaped.client.complete(prompt, TOKENS)) == referee.says(prompt)
     shaped.client.at_rest()
     answer = shaped.client.complete(turn, TOKENS)
-    assert cached(answer) == (50 + TOKENS - 1) // BLOCK * BLOCK
+    made, prefilled = (50 + TOKENS - 1) // BLOCK * BLOCK, 50 // BLOCK * BLOCK
+    # With two homes, what decoding made may lie in the other one, and so little is computed sooner than fetched.
+    two = request.node.callspec.id == "two of each"
+    assert cached(answer) in ({made, prefilled} if two else {made})
     assert text_of(answer) == referee.says(turn)
 
 
