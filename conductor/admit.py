@@ -205,7 +205,7 @@ class Gate:
         done = replace(candidate, queue_s=None, compute_s=None)
         scene = _Scene(done, view, estimates, lengths, now)
         if self.rules.policy != AT_DECODE:
-            return _admit(scene, self._ranked(scene))
+            return _admit(scene, self._ranked(scene, reserve=False))
         tested = self._outlook(scene, PRESENCES[AT_DECODE], now).rank(view.of(Pool.DECODE), estimates)
         return self._decide(scene, tested, hold=not self._late(scene))
 
@@ -214,7 +214,7 @@ class Gate:
     ) -> Judgement:
         """Where it decodes best, whatever the limits: part of its answer is out, so it is served to its end."""
         scene = _Scene(candidate, view, estimates, lengths, now)
-        return _admit(scene, self._ranked(scene))
+        return _admit(scene, self._ranked(scene, reserve=False))
 
     # --- the tests
 
@@ -293,10 +293,11 @@ class Gate:
             stale_s=STALE_REPORTS * scene.view.report_s,
         )
 
-    def _ranked(self, scene: _Scene) -> list[Forecast]:
-        """Decode instances, best first. By survival and with a reserve whatever the policy: the choice must count
-        what is on its way, or all go where it is emptiest now."""
-        outlook = self._outlook(scene, survival, scene.hand_over_at, reserve=True)
+    def _ranked(self, scene: _Scene, *, reserve: bool = True) -> list[Forecast]:
+        """Decode instances, best first. By survival whatever the policy, and on arrival with a reserve: the choice
+        must count what is on its way, or all go where it is emptiest now. At the hand-over without one: what comes
+        much later has a choice of its own then, and would outweigh what is there."""
+        outlook = self._outlook(scene, survival, scene.hand_over_at, reserve=reserve)
         return outlook.rank(scene.view.of(Pool.DECODE), scene.estimates)
 
     def _tested(self, scene: _Scene, ranked: list[Forecast]) -> list[Forecast]:

@@ -324,7 +324,8 @@ def test_the_baseline_counts_who_was_handed_over_a_moment_ago_but_no_one_in_pref
 @pytest.mark.parametrize("policy", sorted({*POLICIES} - {"at_decode"}))
 def test_others_keep_their_promise_and_choose_the_best_instance_of_that_moment(policy: str):
     view = busy(60, decodes=2)
-    enter(view, "decode-0", *[coming(in_s=5)] * 30)
+    enter(view, "decode-0", *[coming(in_s=0, handed_over=True)] * 10)
+    enter(view, "decode-1", *[coming(in_s=30)] * 30)  # these will choose for themselves
     judgement = handed(a_gate(policy), view, arrived_at=NOW - 100)
     assert judgement.verdict is ADMIT
     assert judgement.decode is the(view, "decode-1")
