@@ -3,21 +3,19 @@
 prefill   one prompt at a time, of several lengths, one token each: TTFT, less what is not the prefill instance's
 step      so many streams at once, their prompts cached: the time between their tokens. The Conductor deals them
           out evenly, so two have a decode instance each, and eight make two batches of four
-sharing   two prompts at once, or two streams, against one: how much slower each of two busy instances is. More
-          than fit on the cores are taken to share them equally
+sharing   two prompts at once, two streams, and prompts beside streams, against one alone: how much slower each of
+          so many busy instances is
 
 All are the service's own processes, where they will be under load. Nothing of the load itself is fitted.
 """
 
 import asyncio
 import itertools
-import os
 import random
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import sqrt
-from statistics import median
+from statistics import geometric_mean, median
 
 import aiohttp
 import numpy
@@ -32,6 +30,15 @@ PROMPTS = (32, 128, 256, 512, 768, 1024, 1536)
 
 PAIRED = (256, 512)
 """Tokens of the prompts that come in pairs."""
+
+MIXED = ((1, 1), (1, 2), (2, 2))
+"""(prompts, streams) at a time: so many prefill and decode instances are busy."""
+
+MIXED_PROMPT = 512
+"""Tokens of the prompts beside streams, one after the other; one of PROMPTS."""
+
+MIXED_ANSWER = 100
+"""Tokens of those streams: some prompts pass beside them."""
 
 STREAMS = (1, 2, 4, 8)
 CONTEXTS = (48, 432)
@@ -72,6 +79,8 @@ class Probes:
     """Likewise of each of two at once."""
     steps: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     """Time between tokens by (streams, tokens of the prompt of each)."""
+    mixed: dict[tuple[int, int], list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+    """(TTFT of a prompt of MIXED_PROMPT tokens, time between tokens of a stream) by how many of each there are."""
     request_s: float = 0.0
     """Of a TTFT, what no prefill instance takes."""
     warm_s: float = 0.0
@@ -85,6 +94,7 @@ async def probe(service: Service, http: aiohttp.ClientSession, setup: Setup) -> 
     probes = Probes()
     await _probe_prefill(asker, probes)
     await _probe_steps(asker, probes)
+    await _probe_mixed(asker, probes)
     return probes
 
 
@@ -103,10 +113,10 @@ class _Asker:
     async def stream(self, prompt: list[int], tokens: int) -> Seen:
         return await stream_answer(self._http, self._service.url, prompt, tokens)
 
-    async def ttfts(self, prompts: Sequence[list[int]]) -> list[float]:
+    async def ttfts(self, prompts: Sequence[list[int]], rest_s: float = REST_S) -> list[float]:
         """Of all at once, one token each."""
         seen = await asyncio.gather(*(self.stream(prompt, 1) for prompt in prompts))
-        await asyncio.sleep(REST_S)
+        await asyncio.sleep(rest_s)
         return [one.ttft_s for one in seen]
 
     async def phases_s(self) -> float:
@@ -144,6 +154,19 @@ async def _probe_steps(asker: _Asker, probes: Probes) -> None:
             await asyncio.sleep(REST_S)
 
 
+async def _probe_mixed(asker: _Asker, probes: Probes) -> None:
+    prompts = [asker.prompt(CONTEXTS[0]) for _ in range(max(streams for _, streams in MIXED))]
+    await asker.ttfts(prompts)  # cached from now on
+    for at_once, streams in MIXED * REPEATS:
+        running = asyncio.gather(*(asker.stream(prompt, MIXED_ANSWER) for prompt in prompts[:streams]))
+        ttfts: list[float] = []
+        while not running.done():
+            ttfts += await asker.ttfts([asker.prompt(MIXED_PROMPT) for _ in range(at_once)], rest_s=0.0)
+        ttft_s = median(ttfts) - probes.request_s
+        probes.mixed[at_once, streams].append((ttft_s, _tpot_s(await running)))
+        await asyncio.sleep(REST_S)
+
+
 def _tpot_s(streams: Sequence[Seen]) -> float:
     """While all ran, or of those that were over before the last began: a model so small that it hardly matters."""
     try:
@@ -172,13 +195,24 @@ def fitted(probes: Probes, setup: Setup, chunk_tokens: int) -> CostModel:
         network_bytes_s=copied,  # all instances are on one host, and map the same memory
         pages_tokens=2 * manifest.context_tokens,  # as an engine's pages are by default
         request_s=probes.request_s,
-        speeds=speeds(_pair_speed(probes), len(os.sched_getaffinity(0)) // setup.threads),
+        speeds=speeds(probes),
     )
 
 
-def speeds(pair: float, fit: int) -> tuple[float, ...]:
-    """Of a CostModel: each of `pair` while two are busy, and so with more, as long as they `fit` on the cores."""
-    return (1.0, *[min(pair, 1.0)] * (fit - 1))
+def speeds(probes: Probes) -> tuple[float, ...]:
+    """Of a CostModel: how fast each of 1, 2, 3 and 4 busy instances is, and never slower than with one more: the
+    geometric mean of what prefill and decode show, alone and beside each other."""
+    seen: dict[int, list[float]] = defaultdict(list)
+    seen[2] = [_pair_speed_of_passes(probes), _pair_speed_of_steps(probes)]
+    pass_s = median(probes.alone[MIXED_PROMPT])
+    step_s = median(probes.steps[1, CONTEXTS[0]])
+    for (at_once, streams), beside in probes.mixed.items():
+        seen[at_once + streams].append(pass_s / median(ttft_s for ttft_s, _ in beside))
+        seen[at_once + streams].append(step_s / median(tpot_s for _, tpot_s in beside))
+    found = [1.0]
+    for busy in sorted(seen):
+        found.append(min(geometric_mean(seen[busy]), found[-1]))
+    return tuple(found)
 
 
 def fit_passes(seconds: dict[int, float], chunk_tokens: int) -> PassCost:
@@ -224,10 +258,8 @@ def nonnegative_fit(rows: Sequence[Sequence[float]], values: Sequence[float]) ->
     return [float(value) for value in best]
 
 
-def _pair_speed(probes: Probes) -> float:
-    """Of each of two busy instances, against one alone: the geometric mean of what prefill and decode show."""
-    prefill = median(median(probes.alone[tokens]) / median(pair) for tokens, pair in probes.paired.items())
-    return sqrt(prefill * _pair_speed_of_steps(probes))
+def _pair_speed_of_passes(probes: Probes) -> float:
+    return median(median(probes.alone[tokens]) / median(pair) for tokens, pair in probes.paired.items())
 
 
 def _pair_speed_of_steps(probes: Probes) -> float:

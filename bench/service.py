@@ -64,6 +64,13 @@ class Service:
             raise KeyError(name)
         return sum(values)
 
+    async def histogram(self, http: aiohttp.ClientSession, name: str) -> list[tuple[float, float]]:
+        """A histogram without labels: upper bounds, in order, and the count up to each."""
+        async with http.get(f"{self.url}/metrics") as response:
+            families = text_string_to_metric_families(await response.text())
+        samples = [sample for family in families for sample in family.samples if sample.name == f"{name}_bucket"]
+        return sorted((float(sample.labels["le"]), sample.value) for sample in samples)
+
 
 def _segments_of(process: psutil.Process) -> dict[Path, int]:
     """The segments that a process has mapped, with their whole size."""

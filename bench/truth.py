@@ -1,5 +1,6 @@
 """Does simulation tell the truth? The live service, two prefill and two decode instances on this machine, and the
-simulator with a cost model that was fitted to the same service before, on the same requests.
+simulator with a cost model that was fitted to the same service before, on the same requests. Beside it, how well
+the Conductor predicts under this load.
 
     service 1   calibration: requests one at a time, in pairs, a few streams ──> cost model
     service 2   part "moderate": a slice of the public conversation trace, scaled down
@@ -25,6 +26,7 @@ import aiohttp
 from bench.calibration import fitted, probe
 from bench.client import Refused, session, stream_answer
 from bench.machine import machine_facts
+from bench.prediction import ERROR_MAX, median_error
 from bench.report import Row, Spread
 from bench.service import running
 from bench.setup import Setup
@@ -119,9 +121,10 @@ async def _part(setup: Setup, cost: CostModel, block_tokens: int, wanted: Wanted
     prompts = [prompt_of(arrival, block_tokens, vocab, setup.seed) for arrival in arrivals]
     async with running(setup, *FLEET) as service, session() as http:
         sent = await drive(http, service.url, arrivals, prompts, wanted)
+        errors = {name: median_error(await service.histogram(http, name)) for name in ERROR_MAX}
     _tell(f"{wanted.name}: {sum(bool(one.refused) for one in sent)} refused")
     warm_up = int(WARM_SHARE * len(sent))
-    return Part(wanted.name, wanted.ttft_limit_s, wanted.tbt_limit_s, warm_up, sent)
+    return Part(wanted.name, wanted.ttft_limit_s, wanted.tbt_limit_s, warm_up, sent, errors)
 
 
 async def drive(
@@ -239,6 +242,8 @@ def rows(report: dict[str, Any]) -> list[Row]:
             if line["within"] is not None:
                 off = abs(line["simulated"] - line["live"]) / (line["live"] or 1.0)
                 made.append(Row("  off by", "%", Spread.of([100 * off]), limit=100 * line["within"]))
+        for name, error in body["errors"].items():
+            made.append(Row(f"{part}: median error, {name}", "%", Spread.of([error]), limit=ERROR_MAX[name]))
     return made
 
 

@@ -7,7 +7,7 @@ that was fitted before, from requests of their own. `python -m bench truth` make
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -58,6 +58,8 @@ class Part:
     warm_up: int
     """So many requests at the start are not judged: caches, fits and queues fill first."""
     requests: list[Sent]
+    errors: dict[str, float] = field(default_factory=dict)
+    """Of the Conductor's predictions: by the metric of their ratios, the median error in per cent."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,7 @@ def compared(part: Part, outcomes: Sequence[Outcome]) -> dict[str, Any]:
             figure("p90 TPOT", _percentile(tpot[0], 90), _percentile(tpot[1], 90)),
         ],
         "refused_in_both": same,
+        "errors": part.errors,
         "quantiles": {"TTFT": [_quantiles(side) for side in ttft], "TPOT": [_quantiles(side) for side in tpot]},
     }
 

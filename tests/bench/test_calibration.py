@@ -10,10 +10,11 @@ from bench.calibration import (
     ANSWER,
     CONTEXTS,
     FASTEST_BYTES_S,
+    MIXED,
+    PAIRED,
     PROMPTS,
     STREAMS,
     Probes,
-    _pair_speed,
     fit_bytes_s,
     fit_passes,
     fit_steps,
@@ -50,20 +51,27 @@ def test_the_cost_of_steps_is_found_although_two_slow_each_other_down() -> None:
     assert (found.base_s, found.row_s, found.token_s) == pytest.approx((STEP.base_s, STEP.row_s, STEP.token_s))
 
 
-def test_two_are_as_slow_as_prefill_and_decode_show_in_the_mean() -> None:
+def seen_probes(mixed_ttft_s: float = 1.25, mixed_tpot_s: float = 0.25) -> Probes:
     probes = Probes()
-    for tokens in (256, 512):
+    for tokens in PAIRED:
         probes.alone[tokens], probes.paired[tokens] = [1.0, 1.0, 9.0], [1.25] * 4
     for context in CONTEXTS:
         probes.steps[1, context], probes.steps[2, context] = [0.2], [0.25]
-    assert _pair_speed(probes) == pytest.approx(0.8)
+    for slower, at_once_and_streams in enumerate(MIXED, start=1):
+        probes.mixed[at_once_and_streams] = [(slower * mixed_ttft_s, slower * mixed_tpot_s)]
+    return probes
 
 
-def test_as_many_as_fit_on_the_cores_have_one_each() -> None:
-    assert speeds(0.8, 1) == (1.0,)
-    assert speeds(0.8, 2) == (1.0, 0.8)
-    assert speeds(0.8, 4) == (1.0, 0.8, 0.8, 0.8)
-    assert speeds(1.02, 2) == (1.0, 1.0)
+def test_busy_instances_are_as_slow_as_prefill_and_decode_show_in_the_mean() -> None:
+    assert speeds(seen_probes()) == pytest.approx((1.0, 0.8, 0.4, 0.8 / 3))
+    lopsided = speeds(seen_probes(mixed_ttft_s=1.0, mixed_tpot_s=0.3))
+    assert lopsided[2] == pytest.approx((1 / 2 * 1 / 3) ** 0.5), "three: both sides weigh equally"
+
+
+def test_more_busy_instances_are_never_faster() -> None:
+    assert speeds(seen_probes(0.2, 0.04))[:2] == (1.0, 1.0)
+    found = speeds(seen_probes())
+    assert list(found) == sorted(found, reverse=True)
 
 
 def test_copying_is_as_fast_as_a_pass_had_to_wait_for() -> None:
