@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from bench.client import session
+from bench.prediction import STEP, TTFT
 from bench.setup import Setup
 from bench.truth import PARTS, capacity, drive, prompt_of, rows, scaled_down, settings_of, work_s, workload
 from simulator.cost import CostModel, PassCost, StepCost
@@ -85,9 +86,12 @@ def test_the_settings_of_the_service_are_those_of_a_simulation(tmp_path: Path) -
 
 def test_rows_tell_how_far_the_simulation_is_off() -> None:
     figures = [figure("median TTFT", 1.0, 0.9, 0.2), figure("refused", 0, 0, 0.1), figure("p90 TTFT", 2.0, 2.0)]
-    made = {row.name: row for row in rows({"parts": {"calm": {"figures": figures[:1] + figures[2:]}}})}
+    calm = {"figures": figures[:1] + figures[2:], "errors": {TTFT: 16.0, STEP: 3.0}}
+    made = {row.name: row for row in rows({"parts": {"calm": calm}})}
     assert made["calm: median TTFT, simulated"].ratio == pytest.approx(0.9)
     assert made["  off by"].measured.median == pytest.approx(10.0)
     assert made["  off by"].within
-    shown, off = rows({"parts": {"calm": {"figures": figures[1:2]}}})
+    assert not made[f"calm: median error, {TTFT}"].within
+    assert made[f"calm: median error, {STEP}"].within
+    shown, off = rows({"parts": {"calm": {"figures": figures[1:2], "errors": {}}}})
     assert (shown.against, off.measured.median, off.within) == (None, 0.0, True)
