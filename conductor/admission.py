@@ -16,7 +16,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from conductor.admit import Candidate, Gate, Rules, Verdict, pool_load
+from conductor.admit import SOON_S, Candidate, Gate, Rules, Verdict, pool_load
 from conductor.admitted import Admitted, Wanted
 from conductor.ask import Limits, Priority, Refusal, Refused
 from conductor.config import ConductorConfig
@@ -24,7 +24,7 @@ from conductor.estimate import Estimates
 from conductor.lengths import Lengths
 from conductor.line import Held, Line
 from conductor.metrics import Metrics
-from conductor.place import RETRY_NOBODY_S, Scene, place
+from conductor.place import RETRY_NOBODY_S, Placement, Scene, place
 from conductor.view import Instance, View
 from kvcache_pool.api import Found
 from protocol.ids import RequestId
@@ -36,8 +36,8 @@ WALK_EVERY_S = 0.02
 TICK_S = 0.25
 """So often they are looked at although nothing seems to have happened: predictions change with time."""
 
-MISSES_MAX = 4
-"""A walk ends when so many did not fit: those behind them hardly will."""
+MISSES_MAX = 16
+"""A walk ends when so many did not fit, each shorter than the one before: those behind them hardly will."""
 
 SHOW_EVERY_S = 1.0
 """How old the loads that metrics show may be."""
@@ -149,21 +149,27 @@ class Admission:
     async def admit(self, wanted: Wanted, lookup: Lookup) -> Admitted:
         """Judge; hold if need be. Enter the returned context manager at once. Raises Refused."""
         self.gate.observe_prompt(wanted.prompt.tokens)
-        found, held, now = await lookup() or NOTHING, _held(wanted), _now()
+        found, now = await lookup() or NOTHING, _now()
+        plan = self._place(wanted, found, now)
+        held = self._held(wanted, plan)
         if wanted.promised or self._line.may_pass(held, now):
-            admitted = self._judge(wanted, found, held, now)
+            admitted = self._judge(wanted, plan, held, now)
             if admitted is not None:
                 return admitted
         return await self._hold(_Waiting(wanted, held, found, asyncio.get_running_loop().create_future()), lookup)
 
-    def _judge(self, wanted: Wanted, found: Found, held: Held, now: float) -> Admitted | None:
-        """Admit, and enter it in the ledger; None if it must be held. Raises Refused.
-
-        `now` is when the line was asked whether it may be judged: the line may be another a moment later."""
+    def _place(self, wanted: Wanted, found: Found, now: float) -> Placement:
+        """Where it would go. Raises Refused."""
         scene = Scene(self._view, self.estimates, now, self._dice.randrange, self._threshold)
         plan = place(scene, wanted.prompt, found, self.placement)
         if isinstance(plan, Refusal):
             raise Refused(plan)
+        return plan
+
+    def _judge(self, wanted: Wanted, plan: Placement, held: Held, now: float) -> Admitted | None:
+        """Admit, and enter it in the ledger; None if it must be held. Raises Refused.
+
+        `now` is when the line was asked whether it may be judged: the line may be another a moment later."""
         candidate = Candidate(
             wanted.prompt.tokens,
             wanted.priority,
@@ -187,6 +193,14 @@ class Admission:
         else:
             self._line.admitted(held, now)
         return Admitted(self._view, wanted, plan, judgement.decode, _now, self.poke)
+
+    def _held(self, wanted: Wanted, plan: Placement) -> Held:
+        limits, arrived_at = wanted.limits, wanted.arrived_at
+        ends_at = min(arrived_at + limits.ttft_s, wanted.ends_at)
+        bars = limits.tbt_s >= self._limits.tbt_s
+        return Held(
+            wanted.request, wanted.priority, wanted.prompt.tokens, arrived_at, ends_at + plan.work_s, ends_at, bars
+        )
 
     async def _hold(self, waiting: _Waiting, lookup: Lookup) -> Admitted:
         """Stand in the line until a walk admits or refuses this request. Raises Refused."""
@@ -227,7 +241,7 @@ class Admission:
             if held.tokens >= shortest.get(alike, sys.maxsize):
                 continue
             try:
-                admitted = self._judge(wanted, waiting.found, held, now)
+                admitted = self._judge(wanted, self._place(wanted, waiting.found, now), held, now)
             except Refused as refused:
                 self._line.remove(held.key)
                 self._waiting.pop(held.key).told.set_exception(refused)
@@ -256,9 +270,10 @@ class Admission:
 
         Raises Refused: by policy at_decode, or since no decode instance is alive."""
         admitted.gone(choice)
-        instance = self._offer(admitted, choice)
-        if instance is not None:
-            return instance
+        if not self._computed or admitted.wanted.promised or admitted.handed_over:
+            instance = self._offer(admitted, choice)
+            if instance is not None:
+                return instance
         computed = _Computed(admitted, choice, asyncio.get_running_loop().create_future())
         self._computed.append(computed)
         self.poke()
@@ -288,20 +303,23 @@ class Admission:
         return judgement.decode
 
     def _walk_computed(self) -> None:
-        now, misses = _now(), 0
+        """Hand over those that fit by now: first computed, first served, as in decode engines. Behind one that
+        does not fit only those move whose time is up, or whose request has a place already."""
+        now, blocked = _now(), False
         for computed in list(self._computed):
-            wanted = computed.admitted.wanted
+            admitted, wanted = computed.admitted, computed.admitted.wanted
             if computed.told.done():
                 continue  # its client has left in this turn of the loop, and takes it out
-            if misses >= MISSES_MAX and now <= wanted.arrived_at + wanted.limits.ttft_s:
+            over = now > wanted.arrived_at + wanted.limits.ttft_s - SOON_S
+            if blocked and not (over or admitted.handed_over or admitted.refused):
                 continue
             try:
-                instance = self._offer(computed.admitted, computed.choice)
+                instance = self._offer(admitted, computed.choice)
             except Refused as refused:
                 computed.told.set_exception(refused)
             else:
                 if instance is None:
-                    misses += 1
+                    blocked = True
                     continue
                 computed.told.set_result(instance)
             self._computed.remove(computed)
@@ -355,11 +373,6 @@ async def _refresh(waiting: _Waiting, lookup: Lookup) -> None:
     while True:
         await asyncio.sleep(LOOKUP_EVERY_S)
         waiting.found = await lookup() or waiting.found
-
-
-def _held(wanted: Wanted) -> Held:
-    deadline = min(wanted.arrived_at + wanted.limits.ttft_s, wanted.ends_at)
-    return Held(wanted.request, wanted.priority, wanted.prompt.tokens, wanted.arrived_at, deadline)
 
 
 def _full(held: int) -> Refusal:

@@ -28,6 +28,9 @@ POLICIES = (NONE, *PRESENCES)
 RETRY_GRID_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 """Waits that a refused client may be told. Sooner, nothing has changed; later, nothing can be foretold."""
 
+SOON_S = 0.5
+"""Before its TTFT limit so long a computed prompt that was promised room goes to decode, room or not."""
+
 MEAN_SAMPLES = 1000
 """A running mean follows its samples with this weight at the latest: as far back as `lengths` looks."""
 
@@ -198,16 +201,21 @@ class Gate:
     ) -> Judgement:
         """When its prefill is done, with the candidate itself taken out of the ledger: where does it decode?
 
-        Most policies gave their promise on arrival and choose the best instance as it looks now. `at_decode`
-        tests now: what runs and what has been handed over; one that does not fit waits, with its prefill done,
-        until its TTFT limit is out of reach, and is refused then.
+        One that does not fit as things are now waits, with its prefill done, while its TTFT limit allows it. Then
+        `at_decode` refuses it. All others gave their promise on arrival: it goes where it is best.
         """
         done = replace(candidate, queue_s=None, compute_s=None)
-        scene = _Scene(done, view, estimates, lengths, now)
-        if self.rules.policy != AT_DECODE:
-            return _admit(scene, self._ranked(scene, reserve=False))
-        tested = self._outlook(scene, PRESENCES[AT_DECODE], now).rank(view.of(Pool.DECODE), estimates)
-        return self._decide(scene, tested, hold=not self._late(scene))
+        scene, policy = _Scene(done, view, estimates, lengths, now), self.rules.policy
+        ranked = self._ranked(scene, reserve=False)
+        if policy == AT_DECODE:
+            tested = self._outlook(scene, PRESENCES[AT_DECODE], now).rank(view.of(Pool.DECODE), estimates)
+            return self._decide(scene, tested, hold=not self._late(scene))
+        if policy == NONE or not self.rules.hold or scene.waited_s > candidate.limits.ttft_s - SOON_S:
+            return _admit(scene, ranked)
+        taker = next((forecast for forecast in ranked if self._has_room(scene, forecast)), None)
+        if taker is None and ranked:
+            return self._full(scene, ranked[0], hold=True)
+        return _admit(scene, [taker] if taker else [])
 
     def best(
         self, candidate: Candidate, view: View, estimates: Estimates, lengths: Lengths, now: float
@@ -256,6 +264,13 @@ class Gate:
         bound_s, share = self._bound(scene.candidate, forecast)
         return forecast.step_s <= bound_s and forecast.memory_share <= share
 
+    def _has_room(self, scene: _Scene, forecast: Forecast) -> bool:
+        """Whether a decode instance keeps the limits with one that was promised room, of whatever class."""
+        if forecast.alone or not self._known(scene, Pool.DECODE, forecast.instance.kind):
+            return True
+        bound_s = min(scene.candidate.limits.tbt_s, forecast.promised_s) * (1.0 + self.rules.margin)
+        return forecast.step_s <= bound_s and forecast.fits
+
     def _bound(self, candidate: Candidate, forecast: Forecast) -> tuple[float, float]:
         """The longest step allowed, and the share of the memory. On an empty instance the plain limit: whoever
         would break that could never be served, and nobody else is there to be spared. Memory is no reason there:
@@ -286,6 +301,7 @@ class Gate:
             context=self._size(candidate),
             growth=lengths.mean(candidate.priority),
             block_tokens=scene.view.manifest.layout.block_tokens,
+            priority=candidate.priority,
             choices=candidate.choices,
             reserve=reserve,
             z=rules.z if reserve else 0.0,

@@ -92,8 +92,9 @@ class ConductorConfig(ModelSettings):
     held_tokens_max: int = 16_000_000
     """Most prompt tokens of the requests held before their prefill; further ones are refused."""
 
-    overtaken_max: int = 8
-    """So many later requests may pass a held one that does not fit yet; then all behind it wait."""
+    overtaken_max: int = 0
+    """So many requests behind a held one may pass it while it does not fit; then all behind it wait. With more,
+    long prompts are refused less often, and more are refused in all."""
 
     batch_age_s: float = 60.0
     """A held batch request counts as interactive after so many seconds, so that it is served in the end."""

@@ -8,9 +8,17 @@ Each stream of the ledger is there with a probability p, its *presence*. With th
 where c is a stream's context by then. Streams end independently of each other, so the variances add up.
 Memory is foretold by the same sums over c alone. Progress is taken at the pace that the instance reported,
 not at the one foretold: so another stream, or a longer one, never makes a forecast better.
+
+What is promised to those who come later must hold too. With a *reserve* the worst of several moments counts: the
+hand-over of the candidate, and later ones at which others are due, when it may have ended and left its room.
+
+    now      hand-over     +2 s       +4 s                +8 s
+    ├────────────┼──────────┼──────────┼───────────────────┼──>   who is due in a span counts as there from
+                      due        -           due   due            its start on; where nobody is due, nobody looks
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -30,6 +38,9 @@ CANDIDATES_MAX = 8
 PAGES_EACH = 1.5
 """Pages of a sequence beyond its tokens: its last one is half empty on average, and a decode instance keeps one
 free for each, so that nobody is preempted for the next."""
+
+LATER_S = (0.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""Seconds after a hand-over at which spans begin: the farther away, the less it matters when exactly."""
 
 PROMISED = 0.1
 """A stream that is likelier there than this is owed the time between tokens that it was promised."""
@@ -61,8 +72,9 @@ def at_decode(stream: Stream, moment: Moment) -> float:
 
 
 def early(stream: Stream, moment: Moment) -> float:
-    """Who runs now: early rejection by the present load (the Mooncake report, "early rejection")."""
-    return 1.0 if stream.joined_at is not None else 0.0
+    """Who runs now: early rejection by the present load (the Mooncake report, "early rejection"). Nobody is
+    expected to end; with a reserve, which looks at later moments, those who are due by then have come."""
+    return 1.0 if stream.joined_at is not None or max(stream.due_at, moment.now) < moment.at else 0.0
 
 
 def predictive(stream: Stream, moment: Moment) -> float:
@@ -90,17 +102,15 @@ PRESENCES: Mapping[str, Presence] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """One decode instance at the moment in question, with the candidate in its batch."""
+    """One decode instance with the candidate in its batch, at the moment at which it is worst."""
 
     instance: Instance
     step_s: float
-    """What a step takes."""
+    """What a step takes, at the longest."""
     batch: float
-    """Sequences expected in it."""
-    context_tokens: float
-    """Tokens of context expected in it."""
+    """Sequences expected, at the most."""
     memory_share: float
-    """Of its pages, so much is needed; 0 while it has not said how many it has."""
+    """Of its pages, so much is needed at the most; 0 while it has not said how many it has."""
     promised_s: float
     """The strictest time between tokens that was promised to others there; infinite if none was."""
     alone: bool
@@ -127,10 +137,12 @@ class Outlook:
     """Tokens that each of its answers is expected to add."""
     block_tokens: int
     """Tokens of one page."""
+    priority: Priority = Priority.INTERACTIVE
+    """The candidate's."""
     choices: int = 1
     """Answers that it asks for: as many sequences."""
     reserve: bool = False
-    """Whether all that are on their way at `at` count as there: what is promised to them must hold later on."""
+    """Whether later moments count, at which others are due: what is promised to them must hold."""
     z: float = 0.0
     """Standard deviations that are added to what is expected."""
     residence_s: float = math.inf
@@ -139,33 +151,54 @@ class Outlook:
 
     def of(self, instance: Instance, line: StepLine) -> Forecast:
         """The forecast for one instance."""
-        moment = Moment(self.now, self.at, _pace(instance, line), self.interactive, self.batch, self.residence_s)
-        rows, tokens, variance, tokens_variance, promised_s = self._sums(instance, line, moment)
+        tokens_s = _pace(instance, line)
+        spans = self._spans(instance) if self.reserve else [(self.at, self.at)]
+        worst, *others = [self._during(instance, line, tokens_s, start, until) for start, until in spans]
+        for other in others:
+            worst = _worse(worst, other)
+        return worst
+
+    def _spans(self, instance: Instance) -> list[tuple[float, float]]:
+        """Start and end of the first span, from the hand-over on, and of each later one in which one is due."""
+        after = [stream.due_at - self.at for stream in instance.streams.values() if stream.joined_at is None]
+        spans = {bisect_right(LATER_S, late_s) - 1 for late_s in after if late_s > 0.0} | {0}
+        ends = (*LATER_S[1:], math.inf)
+        return [(self.at + LATER_S[span], self.at + ends[span]) for span in sorted(spans)]
+
+    def _during(self, instance: Instance, line: StepLine, tokens_s: float, start: float, until: float) -> Forecast:
+        """At the start of a span; who is due before its end is there already."""
+        moment = Moment(self.now, start, tokens_s, self.interactive, self.batch, self.residence_s)
+        rows, tokens, variance, tokens_variance, promised_s = self._sums(instance, line, moment, until)
         if instance.foreign and self.now - instance.heard_at <= self.stale_s:
             rows += instance.foreign
             tokens += instance.foreign * instance.load.context_tokens / max(instance.load.running, 1)
         alone = rows == 0.0
-        rows, tokens = rows + self.choices, tokens + self.choices * self.context
-        memory = tokens + self.choices * self.growth + self.z * math.sqrt(tokens_variance)
+        more = (start - self.at) * tokens_s
+        tail = self.interactive if self.priority is Priority.INTERACTIVE else self.batch
+        share = tail.survives(0.0, more) if more else 1.0
+        own, doubt = self.context + more, self.choices * share * (1.0 - share)
+        rows, tokens = rows + share * self.choices, tokens + share * self.choices * own
+        variance += doubt * (line.row_s + line.token_s * own) ** 2
+        tokens_variance += doubt * own * own
+        memory = tokens + share * self.choices * self.growth + self.z * math.sqrt(tokens_variance)
         memory += PAGES_EACH * rows * self.block_tokens
         capacity = instance.load.blocks_total * self.block_tokens
         return Forecast(
             instance=instance,
             step_s=line.base_s + line.row_s * rows + line.token_s * tokens + self.z * math.sqrt(variance),
             batch=rows,
-            context_tokens=tokens,
             memory_share=memory / capacity if capacity else 0.0,
             promised_s=promised_s,
             alone=alone,
         )
 
     def _sums(
-        self, instance: Instance, line: StepLine, moment: Moment
+        self, instance: Instance, line: StepLine, moment: Moment, until: float
     ) -> tuple[float, float, float, float, float]:
         """Over the ledger's streams: expected rows and context, the variances of step time and of context, and
         the strictest promise. A hot loop: 64 instances of 40 streams are looked at within half a millisecond."""
-        now, at, tokens_s = self.now, self.at, moment.tokens_s
-        presence, reserve, row_s, token_s = self.presence, self.reserve, line.row_s, line.token_s
+        now, at, tokens_s = self.now, moment.at, moment.tokens_s
+        presence, row_s, token_s = self.presence, line.row_s, line.token_s
         rows = tokens = variance = tokens_variance = 0.0
         promised_s = math.inf
         for stream in instance.streams.values():
@@ -174,7 +207,7 @@ class Outlook:
                 share = presence(stream, moment)
             else:
                 since = stream.due_at if stream.due_at > now else now
-                share = 1.0 if reserve and since >= at else presence(stream, moment)
+                share = 1.0 if at <= since < until else presence(stream, moment)
             if share <= 0.0:
                 continue
             context: float = stream.context + stream.said
@@ -211,6 +244,18 @@ def _rough(candidate: tuple[Instance, StepLine]) -> tuple[float, str]:
     streams = instance.streams
     context = sum([stream.context for stream in streams.values()])
     return line.base_s + line.row_s * len(streams) + line.token_s * context, instance.name
+
+
+def _worse(one: Forecast, other: Forecast) -> Forecast:
+    """Both moments' troubles in one."""
+    return Forecast(
+        instance=one.instance,
+        step_s=max(one.step_s, other.step_s),
+        batch=max(one.batch, other.batch),
+        memory_share=max(one.memory_share, other.memory_share),
+        promised_s=min(one.promised_s, other.promised_s),
+        alone=one.alone and other.alone,
+    )
 
 
 def _pace(instance: Instance, line: StepLine) -> float:

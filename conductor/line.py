@@ -5,9 +5,12 @@
                       ▲
                       a barrier: it was overtaken so often that nobody behind it may go before it
 
+A request is due when its client's limit ends and, besides, its prefill is over: those of equal limits are tried in
+the order in which they would reach decode if none had to wait. So a long prompt is behind the short ones that
+come within the time of its prefill, and before all that come later.
+
 A request is judged when it arrives and again whenever something has changed. One that fits may pass those before
-it that do not: a short prompt need not wait for room for a long one. It may do so only so often, or long prompts
-would starve behind short ones.
+it that do not. It may do so only so often, or long prompts would starve behind short ones.
 """
 
 import math
@@ -19,7 +22,7 @@ from conductor.ask import Priority
 from protocol.ids import RequestId
 
 PATIENCE_AGES = 2.0
-"""A request is due after so many times the age of ageing at the latest, whatever its deadline: those that arrive
+"""A request is due after so many times the age of ageing at the latest, whatever its limit: those that arrive
 later come after it, so that one with a far deadline does not stand behind newcomers with near ones for ever."""
 
 FRONT, BACK = 0, 1
@@ -39,9 +42,13 @@ class Held:
     """Of its prompt."""
     arrived_at: float
     """When its client asked."""
+    due: float
+    """The earlier, the sooner it is tried."""
     deadline: float
-    """When its hold must end: begun any later, its prefill would not meet the limit. Finite, since one that never
-    fits must not bar the line for ever."""
+    """When its hold must end. Finite, since one that never fits must not bar the line for ever."""
+    bars: bool = True
+    """Whether it becomes a barrier. One that asks for more than others are given may be passed as often as it
+    takes: a single client's strict limit must not stop all others."""
     overtaken: int = 0
     """So many have passed it."""
 
@@ -49,9 +56,9 @@ class Held:
 class Line:
     """All held requests. Owns the order, and both sums that bound it.
 
-    Always: sorted; at most `held_max` requests and `tokens_max` prompt tokens; nobody overtaken more than
-    `overtaken_max` times. Mutates: add, admitted, remove, expired; and each method that takes the time lets batch
-    requests age up to it.
+    Always: sorted; at most `held_max` requests and `tokens_max` prompt tokens; nobody who bars is overtaken more
+    than `overtaken_max` times. Mutates: add, admitted, remove, expired; and each method that takes the time lets
+    batch requests age up to it.
     """
 
     def __init__(self, *, held_max: int, tokens_max: int, overtaken_max: int, age_s: float) -> None:
@@ -140,8 +147,8 @@ class Line:
         assert {entry[-1].key: entry for entry in self._order} == self._entries
         assert len(self._order) == len(self._entries) <= self._held_max
         assert self._tokens == sum(entry[-1].tokens for entry in self._order) <= self._tokens_max
-        barriers = [entry for entry in self._order if entry[-1].overtaken >= self._overtaken_max]
-        assert all(entry[-1].overtaken <= self._overtaken_max for entry in self._order)
+        barriers = [entry for entry in self._order if self._is_barrier(entry[-1])]
+        assert all(entry[-1].overtaken <= self._overtaken_max for entry in self._order if entry[-1].bars)
         ages = [entry[-1].arrived_at + self._age_s for entry in self._order if entry[0] == BACK]
         assert self._ages_at <= min(ages, default=math.inf)
         assert self._barrier is (barriers[0] if barriers else None)
@@ -150,7 +157,7 @@ class Line:
 
     def _entry(self, held: Held, now: float) -> Entry:
         waits = held.priority is Priority.BATCH and held.arrived_at + self._age_s > now
-        due = min(held.deadline, held.arrived_at + PATIENCE_AGES * self._age_s)
+        due = min(held.due, held.arrived_at + PATIENCE_AGES * self._age_s)
         return (BACK if waits else FRONT, due, self._arrivals, held)
 
     def _age(self, now: float) -> None:
@@ -185,7 +192,7 @@ class Line:
         self._tokens += held.tokens
         if entry[0] == BACK:
             self._ages_at = min(self._ages_at, held.arrived_at + self._age_s)
-        if held.overtaken >= self._overtaken_max and (self._barrier is None or entry < self._barrier):
+        if self._is_barrier(held) and (self._barrier is None or entry < self._barrier):
             self._barrier = entry
 
     def _drop(self, entry: Entry) -> None:
@@ -197,5 +204,7 @@ class Line:
             self._find_barrier()
 
     def _find_barrier(self) -> None:
-        overtaken = (entry for entry in self._order if entry[-1].overtaken >= self._overtaken_max)
-        self._barrier = next(overtaken, None)
+        self._barrier = next((entry for entry in self._order if self._is_barrier(entry[-1])), None)
+
+    def _is_barrier(self, held: Held) -> bool:
+        return held.bars and held.overtaken >= self._overtaken_max

@@ -65,6 +65,7 @@ def _conductor(setup: Setup, common: dict[str, Any]) -> ConductorConfig:
         reserve_z=setup.z,
         margin=setup.margin,
         hysteresis=setup.hysteresis,
+        overtaken_max=setup.overtaken_max,
         residence_s=setup.residence_s,
         report_s=setup.report_s,
         ttft_limit_s=setup.ttft_limit_s,

@@ -84,6 +84,8 @@ class Setup:
     """Refuse only what passes a limit by this share of it."""
     hysteresis: float = 0.0
     """Once closed, a gate opens again when the prediction is below the limit by this share of it."""
+    overtaken_max: int = 0
+    """So many may pass a held request that does not fit yet."""
     ttft_limit_s: float = 30.0
     """From arrival to the first token."""
     tbt_limit_s: float = 0.1
@@ -133,6 +135,7 @@ class Setup:
             "hysteresis",
             "residence_s",
             "share_of_batch",
+            "overtaken_max",
         )
         if self.chunk_tokens % self.block_tokens:
             raise BadSetup("chunk_tokens must be a multiple of block_tokens")

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from conductor.admission import Admission
-from conductor.admit import Candidate, Judgement, Verdict
+from conductor.admit import SOON_S, Candidate, Judgement, Verdict
 from conductor.admitted import Admitted, Told, Wanted
 from conductor.ask import NO_LIMITS, Limits, Priority, Refused
 from conductor.config import ConductorConfig
@@ -142,6 +142,37 @@ async def test_one_with_an_easier_limit_is_tried_behind_an_equal_one_that_does_n
         assert not strict.done()
         admission.drain()
         assert await strict == "draining"
+
+
+async def test_computed_prompts_go_on_in_the_order_in_which_they_were_computed(monkeypatch: pytest.MonkeyPatch):
+    """Behind one that does not fit only those move whose time is up."""
+    view = a_pool()
+    admission = an_admission(view)
+    (decode,) = view.of(Pool.DECODE)
+    fits = {"small"}
+
+    def judged(candidate: Candidate, *_: object) -> Judgement:
+        fit = "large" if candidate.tokens > 1 else "small"
+        over = asyncio.get_running_loop().time() > candidate.arrived_at + candidate.limits.ttft_s - SOON_S
+        return Judgement(Verdict.ADMIT if fit in fits or over else Verdict.HOLD, decode, candidate.limits, 0.0)
+
+    def a_request(name: str, tokens: int, ttft_s: float = 60.0) -> Wanted:
+        now, limits = asyncio.get_running_loop().time(), Limits(ttft_s, 1.0)
+        prompt = Prompt(tokens, 0)
+        return Wanted(RequestId(name), prompt, [0], Priority.INTERACTIVE, limits, now, now + 100, Told())
+
+    monkeypatch.setattr(admission.gate, "hand_over", judged)
+    requests = [a_request("first", 9), a_request("second", 1), a_request("hurried", 1, SOON_S + 0.3)]
+    async with running(admission), asyncio.timeout(5.0):
+        admitted = [await admission.admit(request, _nothing) for request in requests]
+        waiting = [asyncio.create_task(admission.hand_over(one, 0)) for one in admitted]
+        assert await waiting[2] is decode
+        assert not any(one.done() for one in waiting[:2])
+        fits.add("large")
+        assert await asyncio.gather(*waiting) == [decode] * 3
+        for one in admitted:
+            one.close()
+    assert decode.idle
 
 
 async def test_a_client_that_leaves_in_the_turn_of_the_walk_does_not_end_the_walk(monkeypatch: pytest.MonkeyPatch):

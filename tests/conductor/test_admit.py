@@ -7,7 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.admit import MEAN_SAMPLES, POLICIES, RETRY_GRID_S, Candidate, Gate, Judgement, Mean, Rules, Verdict
+from conductor.admit import (
+    MEAN_SAMPLES,
+    POLICIES,
+    RETRY_GRID_S,
+    SOON_S,
+    Candidate,
+    Gate,
+    Judgement,
+    Mean,
+    Rules,
+    Verdict,
+)
 from conductor.admit import pool_load as load_of
 from conductor.ask import NO_LIMITS, Limits, Priority
 from conductor.estimate import StepLine
@@ -321,6 +332,28 @@ def test_the_baseline_counts_who_was_handed_over_a_moment_ago_but_no_one_in_pref
     assert handed(a_gate("at_decode"), view).verdict is HOLD
 
 
+@pytest.mark.parametrize("policy", ["early", "predictive", "survival"])
+def test_one_that_was_promised_room_waits_for_it_at_the_hand_over_until_its_limit_is_near(policy: str):
+    """And is never refused there; nor does anybody new wait behind a class that is held up."""
+    gate, full = a_gate(policy), busy(20)
+    waits = handed(gate, full, arrived_at=NOW - 9)
+    assert (waits.verdict, waits.reason) == (HOLD, "tbt")
+    assert handed(gate, full, arrived_at=NOW - 10 + SOON_S / 2).verdict is ADMIT
+    assert handed(gate, full, arrived_at=NOW - 99).verdict is ADMIT
+    assert handed(gate, full, fresh=0, arrived_at=NOW - 9).verdict is ADMIT
+    assert handed(gate, busy(18), arrived_at=NOW - 9).verdict is ADMIT
+    assert handed(gate, busy(18), arrived_at=NOW - 9, priority=BATCH).verdict is ADMIT, (
+        "promised, of whatever class"
+    )
+    assert handed(a_gate(policy, hold=False), full, arrived_at=NOW - 9).verdict is ADMIT
+
+
+def test_one_that_was_promised_room_waits_for_memory_too_but_not_on_an_empty_instance():
+    small = busy(1, blocks=100)
+    assert handed(a_gate(), small).verdict is HOLD
+    assert handed(a_gate(), a_pool(blocks=50)).verdict is ADMIT
+
+
 @pytest.mark.parametrize("policy", sorted({*POLICIES} - {"at_decode"}))
 def test_others_keep_their_promise_and_choose_the_best_instance_of_that_moment(policy: str):
     view = busy(60, decodes=2)
@@ -420,6 +453,13 @@ def verdicts(rules: Rules, candidate: Candidate, view: View) -> list[int]:
     return [WORST[verdict] for verdict in made]
 
 
+def refusals(rules: Rules, candidate: Candidate, view: View) -> list[int]:
+    """The same where a refusal is possible: at the hand-over only by `at_decode`. With other policies it is sooner
+    there that one may wait no longer and goes on, room or not."""
+    made = verdicts(rules, candidate, view)
+    return made if rules.policy == "at_decode" else made[:1]
+
+
 def no_better(after: list[int], before: list[int]) -> bool:
     return all(later >= earlier for later, earlier in zip(after, before, strict=True))
 
@@ -441,15 +481,15 @@ def test_longer_contexts_never_get_anybody_in(rules, candidate, several, longer)
 @given(rules(), candidates(), ledgers, st.floats(0.1, 1), st.floats(0.1, 1))
 def test_stricter_limits_never_get_anybody_in(rules, candidate, several, ttft, tbt):
     limits = Limits(candidate.limits.ttft_s * ttft, candidate.limits.tbt_s * tbt)
-    before = verdicts(rules, candidate, a_view_of(several))
-    assert no_better(verdicts(rules, replace(candidate, limits=limits), a_view_of(several)), before)
+    before = refusals(rules, candidate, a_view_of(several))
+    assert no_better(refusals(rules, replace(candidate, limits=limits), a_view_of(several)), before)
 
 
 @given(rules(), candidates(), ledgers, st.floats(0, 20))
 def test_having_waited_longer_never_gets_anybody_in(rules, candidate, several, longer):
     older = replace(candidate, arrived_at=candidate.arrived_at - longer)
-    before = verdicts(rules, candidate, a_view_of(several))
-    assert no_better(verdicts(rules, older, a_view_of(several)), before)
+    before = refusals(rules, candidate, a_view_of(several))
+    assert no_better(refusals(rules, older, a_view_of(several)), before)
 
 
 @given(rules(), candidates(), ledgers)

@@ -108,12 +108,12 @@ def at(in_s: float, residence_s: float = 5.0) -> Moment:
 
 
 def test_early_and_at_decode_look_at_the_present_only():
-    for presence in (early, at_decode):
-        assert presence(running(since=1e6), at(100)) == 1
-        assert presence(coming(in_s=1), at(100)) == 0
+    assert early(running(since=1e6), at(100)) == at_decode(running(since=1e6), at(100)) == 1
+    assert at_decode(coming(in_s=1), at(100)) == 0
     assert at_decode(coming(in_s=0, handed_over=True), at(0)) == 1, "about to join"
     assert at_decode(coming(in_s=-5), at(0)) == 0, "late, and still in prefill"
-    assert early(coming(in_s=0), at(0)) == 0
+    assert early(coming(in_s=0), at(0)) == early(coming(in_s=-5), at(0)) == 0
+    assert early(coming(in_s=1), at(2)) == 1, "asked of a later moment it leaves nobody out"
 
 
 def test_predictive_lets_everybody_stay_equally_long():
@@ -149,7 +149,7 @@ def test_an_empty_instance_is_predicted_with_the_candidate_alone():
     alone = forecast()
     assert alone.alone
     assert alone.step_s == pytest.approx(0.010 + 0.001 + 1e-6 * 1000)
-    assert (alone.batch, alone.context_tokens, alone.memory_share) == (1, 1000, 0)
+    assert (alone.batch, alone.memory_share) == (1, 0)
     assert alone.fits
     assert forecast(choices=3).step_s == pytest.approx(0.010 + 3 * (0.001 + 1e-6 * 1000))
 
@@ -159,7 +159,6 @@ def test_a_forecast_sums_presences_and_counts_what_streams_will_have_said():
     goes_on, new = TAIL.survives(50, 100), TAIL.survives(0, 50)
     assert both.batch == pytest.approx(1 + goes_on + new)
     context = 1000 + goes_on * (2050 + 100) + new * (3000 + 50)
-    assert both.context_tokens == pytest.approx(context)
     assert both.step_s == pytest.approx(0.010 + 0.001 * both.batch + 1e-6 * context)
     assert not both.alone
 
@@ -172,12 +171,27 @@ def test_doubt_costs_z_standard_deviations():
     assert doubt_s == pytest.approx(2 * math.sqrt(4 * share * (1 - share)) * row)
 
 
-def test_reserve_counts_all_that_come_later_and_only_them():
+def test_with_a_reserve_the_worst_of_the_moments_counts_at_which_others_are_due():
+    """The candidate comes in 2 s and advances 50 tokens a second; the span of the other begins 16 s after that."""
     later = coming(3000, in_s=30)
     assert forecast(later).batch == 1
     assert forecast(later).alone
-    assert forecast(later, reserve=True).batch == 2
-    assert forecast(later, reserve=True).context_tokens == 4000
+    assert forecast(later, reserve=True).batch == 1 + TAIL.survives(0, 16 * 50) == 1, (
+        "the candidate has gone by then"
+    )
+    assert not forecast(later, reserve=True).alone
+    assert forecast(later, reserve=True).step_s == pytest.approx(0.010 + 0.001 + 1e-6 * 3000)
+    soon = coming(3000, in_s=5)
+    stays = TAIL.survives(0, 2 * 50)
+    both_s = 0.010 + 0.001 * (1 + stays) + 1e-6 * (3000 + stays * 1100)
+    assert forecast(soon, reserve=True).step_s == pytest.approx(both_s)
+
+
+def test_with_a_reserve_who_is_due_within_a_span_is_there_from_its_start_on():
+    assert forecast(coming(3000, in_s=3.9), reserve=True).batch == 2, "in the first span, with the candidate"
+    gone, goes_on = running(2000, said=200), TAIL.survives(200, 4 * 50)
+    later = forecast(gone, coming(3000, in_s=4.5), reserve=True)
+    assert later.batch == pytest.approx(max(1 + TAIL.survives(200, 100), goes_on + 1 + TAIL.survives(0, 100)))
     assert forecast(running(), reserve=True).batch == forecast(running()).batch
     late = coming(in_s=-3)
     assert forecast(late, reserve=True, at=NOW, presence=early).batch == 2, "still on its way"
@@ -223,7 +237,7 @@ def test_what_a_fresh_report_tells_beyond_the_ledger_counts():
     enter(view, "decode-0", running(1000, said=0))
     counted = an_outlook(at=NOW).of(a_reported(view, running=3, context=6000), LINE)
     assert counted.batch == 1 + 1 + 2
-    assert counted.context_tokens == 1000 + 1000 + 2 * 2000
+    assert counted.step_s == pytest.approx(0.010 + 0.001 * 4 + 1e-6 * (1000 + 1000 + 2 * 2000))
 
 
 def test_foreign_requests_that_only_wait_count_as_rows():

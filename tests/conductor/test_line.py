@@ -31,7 +31,7 @@ def held(
     name: str, *, batch: bool = False, tokens: int = 1, arrived_at: float = 0.0, deadline: float = 1000.0
 ) -> Held:
     priority = Priority.BATCH if batch else Priority.INTERACTIVE
-    return Held(RequestId(name), priority, tokens, arrived_at, deadline)
+    return Held(RequestId(name), priority, tokens, arrived_at, due=deadline, deadline=deadline)
 
 
 def filled(line: Line, *several: Held, now: float = 0.0) -> Line:
@@ -232,6 +232,24 @@ def test_expired_and_removed_are_out() -> None:
     assert RequestId("a") not in line
 
 
+def test_a_long_prompt_is_behind_those_that_reach_decode_before_it_and_before_all_that_come_later() -> None:
+    line = a_line()
+    for name, arrived_at, prefill_s in (("long", 0.0, 8.0), ("short", 1.0, 1.0), ("late", 8.0, 1.0)):
+        ends_at = arrived_at + 5.0
+        one = Held(RequestId(name), Priority.INTERACTIVE, 1, arrived_at, ends_at + prefill_s, ends_at)
+        assert line.add(one, 0.0) == []
+    assert names(line) == "short long late"
+
+
+def test_one_that_asks_for_more_than_others_are_given_bars_nobody() -> None:
+    strict = held("strict", deadline=5.0)
+    strict.bars = False
+    line = filled(a_line(overtaken_max=0), strict, held("a"), held("b"))
+    assert names(line) == "strict a", "the barrier is the first that bars"
+    assert line.may_pass(held("early", deadline=6.0), 0.0)
+    assert not line.may_pass(held("late", deadline=2000.0), 0.0)
+
+
 # --- all of it together
 
 
@@ -243,9 +261,13 @@ class Seen:
     number: int
     overtaken: int = 0
 
+    @property
+    def is_barrier(self) -> bool:
+        return self.one.bars and self.overtaken >= OVERTAKEN_MAX
+
     def stands(self, now: float) -> tuple[bool, float, int]:
         batch = self.one.priority is Priority.BATCH and self.one.arrived_at + AGE_S > now
-        return (batch, min(self.one.deadline, self.one.arrived_at + PATIENCE_AGES * AGE_S), self.number)
+        return (batch, min(self.one.due, self.one.arrived_at + PATIENCE_AGES * AGE_S), self.number)
 
 
 class AnyTraffic(RuleBasedStateMachine):
@@ -260,10 +282,10 @@ class AnyTraffic(RuleBasedStateMachine):
         self.taken_in: list[RequestId] = []
         self.number = 0
 
-    def a_newcomer(self, batch: bool, tokens: int, patience: float) -> Held:
+    def a_newcomer(self, batch: bool, tokens: int, patience: float, *, bars: bool = True) -> Held:
         self.number += 1
         one = held(f"r{self.number}", batch=batch, tokens=tokens, arrived_at=self.now)
-        one.deadline = self.now + patience
+        one.deadline, one.due, one.bars = self.now + patience, self.now + patience + tokens % 7, bars
         return one
 
     def in_order(self) -> list[Seen]:
@@ -273,9 +295,14 @@ class AnyTraffic(RuleBasedStateMachine):
         self.ended.append(key)
         self.inside = [seen for seen in self.inside if seen.one.key != key]
 
-    @rule(batch=st.booleans(), tokens=st.integers(1, 40), patience=st.sampled_from([1.0, 5.0, 20.0, 500.0]))
-    def add(self, batch: bool, tokens: int, patience: float) -> None:
-        one = self.a_newcomer(batch, tokens, patience)
+    @rule(
+        batch=st.booleans(),
+        tokens=st.integers(1, 40),
+        patience=st.sampled_from([1.0, 5.0, 20.0, 500.0]),
+        bars=st.booleans(),
+    )
+    def add(self, batch: bool, tokens: int, patience: float, bars: bool) -> None:
+        one = self.a_newcomer(batch, tokens, patience, bars=bars)
         before = [seen.one for seen in self.in_order()]
         full = len(before) == HELD_MAX or sum(other.tokens for other in before) + tokens > TOKENS_MAX
         pushed = self.line.add(one, self.now)
@@ -296,7 +323,7 @@ class AnyTraffic(RuleBasedStateMachine):
         one = self.a_newcomer(batch, 1, patience)
         place = Seen(one, self.number).stands(self.now)
         before = [seen for seen in self.inside if seen.stands(self.now) < place]
-        may = all(seen.overtaken < OVERTAKEN_MAX for seen in before)
+        may = not any(seen.is_barrier for seen in before)
         assert self.line.may_pass(one, self.now) == may
         if may:
             self.line.admitted(one, self.now)
@@ -336,13 +363,14 @@ class AnyTraffic(RuleBasedStateMachine):
         expected = []
         for seen in self.in_order():
             expected.append(seen.one.key)
-            if seen.overtaken >= OVERTAKEN_MAX:
+            if seen.is_barrier:
                 break
         assert [one.key for one in self.line.candidates(self.now)] == expected
 
     @invariant()
-    def nobody_is_overtaken_more_often_than_may_be(self) -> None:
-        assert all(seen.overtaken == seen.one.overtaken <= OVERTAKEN_MAX for seen in self.inside)
+    def nobody_who_bars_is_overtaken_more_often_than_may_be(self) -> None:
+        assert all(seen.overtaken == seen.one.overtaken for seen in self.inside)
+        assert all(seen.overtaken <= OVERTAKEN_MAX for seen in self.inside if seen.one.bars)
 
     @invariant()
     def bounds_hold_and_each_that_came_in_is_inside_or_has_ended_once(self) -> None:
