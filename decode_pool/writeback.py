@@ -1,4 +1,4 @@
-"""Full blocks that decoding makes go back to the pool: the next turn of a chat finds them there.
+"""Full blocks that are computed here go to the pool: the next turn of a chat finds them there.
 
 Best effort: when the queue is full or the pool has no room, a block is simply not cached. The bytes
 are copied out of the engine's pages when the block is full, so the pages' own life does not matter here.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_pool.api import Acquire, DirectoryLink, Mover, Priority, new_lease
+from kvcache_pool.api import Acquire, DirectoryLink, Grant, Mover, Priority, new_lease
 from protocol.errors import DangoError
 from protocol.ids import BlockHash, LeaseId, RequestId, SegmentId
 
@@ -29,6 +29,8 @@ class Block:
     request: RequestId
     chain: list[BlockHash]
     runs: npt.NDArray[np.uint8]
+    near: SegmentId | None = None
+    """Where to store it if there is room; None: at the instance's home."""
 
 
 class WriteBack:
@@ -61,9 +63,14 @@ class WriteBack:
                 self.dropped += 1
                 log.info("a block was not written back: %s", error, extra={"request": block.request})
 
+    async def discard(self, grant: Grant) -> None:
+        """A block of the pool that could not be read as it was written: it is forgotten, if that can be said."""
+        with contextlib.suppress(DangoError):
+            await self._directory.get().discard([grant])
+
     async def _write(self, block: Block) -> None:
         directory, chain = self._directory.get(), block.chain
-        ask = Acquire(new_lease(), block.request, blocks=[], reuse=0, unnamed=1, near=self.near)
+        ask = Acquire(new_lease(), block.request, blocks=[], reuse=0, unnamed=1, near=block.near or self.near)
         try:
             lease = await directory.acquire(ask)
             self._mover.know(lease.places)
