@@ -16,7 +16,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from conductor.admit import Candidate, Gate, Rules, Verdict, pool_load
+from conductor.admit import AT_DECODE, Candidate, Gate, Rules, Verdict, pool_load
 from conductor.admitted import Admitted, Wanted
 from conductor.ask import Limits, Priority, Refusal, Refused
 from conductor.config import ConductorConfig
@@ -24,7 +24,8 @@ from conductor.estimate import Estimates
 from conductor.lengths import Lengths
 from conductor.line import Held, Line
 from conductor.metrics import Metrics
-from conductor.place import RETRY_NOBODY_S, Scene, place
+from conductor.place import RETRY_NOBODY_S, Placement, Scene, place
+from conductor.rest import Rest, rest_on_decode
 from conductor.view import Instance, View
 from kvcache_pool.api import Found
 from protocol.ids import RequestId
@@ -89,6 +90,7 @@ class Admission:
         self._view = view
         self._metrics = metrics
         self._threshold = config.balancing_threshold
+        self._rest_steps_max = config.rest_steps_max if config.rests_on_decode else 0
         self._dice = dice
         self._line = Line(
             held_max=config.held_max,
@@ -186,7 +188,15 @@ class Admission:
             self._line.remove(held.key)
         else:
             self._line.admitted(held, now)
-        return Admitted(self._view, wanted, plan, judgement.decode, _now, self.poke)
+        rest = self._rest(scene, wanted, found, plan, judgement.decode)
+        return Admitted(self._view, wanted, plan, judgement.decode, _now, self.poke, rest)
+
+    def _rest(self, scene: Scene, wanted: Wanted, found: Found, plan: Placement, decode: Instance) -> Rest | None:
+        """What the decode instance computes itself; None if the prompt goes through prefill. So it does for
+        several choices, which share one prefill, and where decode is judged only after it."""
+        alone = len(wanted.choices) == 1 and self.gate.rules.policy != AT_DECODE
+        steps_max = self._rest_steps_max if alone else 0
+        return rest_on_decode(scene, wanted.prompt, found, plan, decode, wanted.limits, steps_max)
 
     async def _hold(self, waiting: _Waiting, lookup: Lookup) -> Admitted:
         """Stand in the line until a walk admits or refuses this request. Raises Refused."""

@@ -151,7 +151,7 @@ class Outlook:
         capacity = instance.load.blocks_total * self.block_tokens
         return Forecast(
             instance=instance,
-            step_s=line.base_s + line.row_s * rows + line.token_s * tokens + self.z * math.sqrt(variance),
+            step_s=line.at(rows, tokens) + _rest_s(instance, self.at) + self.z * math.sqrt(variance),
             batch=rows,
             context_tokens=tokens,
             memory_share=memory / capacity if capacity else 0.0,
@@ -211,6 +211,12 @@ def _rough(candidate: tuple[Instance, StepLine]) -> tuple[float, str]:
     streams = instance.streams
     context = sum([stream.context for stream in streams.values()])
     return line.base_s + line.row_s * len(streams) + line.token_s * context, instance.name
+
+
+def _rest_s(instance: Instance, at: float) -> float:
+    """What a step takes longer for a prompt of which this instance computes a part until then or later."""
+    streams = instance.streams.values()
+    return sum([one.rest_s for one in streams if one.rest_s and not one.said and one.due_at >= at])
 
 
 def _pace(instance: Instance, line: StepLine) -> float:
