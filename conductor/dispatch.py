@@ -295,6 +295,7 @@ class Dispatcher:
         assert rest is not None
         if rest.source is not None and all(grant.segment == rest.source for grant in placed.lease.sources):
             self._admission.estimates.learn_transfer(rest.source, rest.loaded_bytes, joined.load_s, now)
+        self._metrics.rest_on_decode()
         self._metrics.observe_queue(joined.queue_s)
         self._metrics.observe_prefill(now - choice.decode_from - joined.queue_s)
         self._computed(job, placed.admitted, joined.loaded_tokens)

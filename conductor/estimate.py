@@ -29,8 +29,9 @@ SEEN_MAX = 1024
 KINDS_MAX = 64
 """Kinds that are remembered: a cluster has a few, and a restart with other settings may add one."""
 
-REST_SAMPLES_MIN = 3
-"""So many samples are the least from which a prompt beside a batch is foretold: few tokens, many, and one more."""
+REST_SAMPLES_MIN = 2
+"""So many samples are the least from which a prompt beside a batch is foretold: one may be odd. No larger part
+than the largest seen is asked for, so little is taken from the prior."""
 
 SECONDS_MIN, SECONDS_MAX = 1e-9, 1e6
 """What a pass can take: a clock's tick to days. What lies beyond, or is no number, was not measured."""

@@ -54,16 +54,11 @@ class Beside:
     rest: PassLine
     """What part of a prompt adds to a step; its chunk is the largest that the instance computes in one."""
     batch: int
-    """Sequences in its steps, the request's own included."""
+    """Sequences in its steps."""
     context: int
     """Tokens whose KV its steps read."""
     tbt_s: float
-    """The strictest limit of the time between tokens; infinite if there is none."""
-
-    @property
-    def step_s(self) -> float:
-        """Of a step without a chunk."""
-        return self.step.at(self.batch, self.context)
+    """The strictest limit of the time between tokens, the request's own included; infinite if there is none."""
 
     def more_s(self, tokens: int, prefix: int, chunk: int) -> float:
         """What the longest of the steps takes longer: the last that is full."""
@@ -73,18 +68,19 @@ class Beside:
     def chunk_of(self, tokens: int, prefix: int) -> int | None:
         """The largest chunk whose every step keeps the limit; None if not even CHUNK_MIN does.
 
-        Halves of what the instance can, not of this rest: so a longer one never has fewer steps."""
-        chunk = self.rest.chunk
-        while self.step_s + self.more_s(tokens, prefix, chunk) > self.tbt_s:
+        Each step is taken to have one more sequence, like this request: another, which nobody knows of yet, may
+        join meanwhile. What the instance can is halved, not this rest: so a longer one never has fewer steps."""
+        chunk, step_s = self.rest.chunk, self.step.at(self.batch + 1, self.context + prefix + tokens)
+        while step_s + self.more_s(tokens, prefix, chunk) > self.tbt_s:
             chunk //= 2
             if chunk < CHUNK_MIN:
                 return None
         return chunk
 
     def seconds(self, tokens: int, prefix: int, chunk: int) -> float:
-        """Of the step that is under way, taken to have just begun, and of all steps until the first token."""
-        steps = 1 + -(-tokens // chunk)
-        return steps * self.step_s + self.rest._replace(chunk=chunk).at(tokens, prefix)
+        """Until the first token. If there is a batch a step is under way, which is taken to have just begun."""
+        steps = (1 if self.batch else 0) - (-tokens // chunk)
+        return steps * self.step.at(self.batch, self.context) + self.rest._replace(chunk=chunk).at(tokens, prefix)
 
 
 def rest_on_decode(
@@ -105,7 +101,7 @@ def rest_on_decode(
     load_s = 0.0 if source is None else _moved_s(scene, source, loaded_bytes)
     whole_bytes = -(-prompt.tokens // layout.block_tokens) * layout.block_bytes
     trip_s = plan.ttft_s + _moved_s(scene, plan.near, whole_bytes)
-    there = _beside(scene, prompt, decode, line, limits, trip_s)
+    there = _beside(scene, decode, line, limits, trip_s)
     prefix = reuse * layout.block_tokens
     tokens = prompt.tokens - prefix
     chunk = there.chunk_of(tokens, prefix)
@@ -118,11 +114,8 @@ def rest_on_decode(
     return Rest(reuse, tokens, chunk, more_s, source, loaded_bytes, source or plan.near, ttft_s)
 
 
-def _beside(
-    scene: Scene, prompt: Prompt, decode: Instance, line: PassLine, limits: Limits, within_s: float
-) -> Beside:
-    """With all that run there or may join within that time, and with the request itself: so another one like it,
-    which nobody knows of yet, may join meanwhile."""
+def _beside(scene: Scene, decode: Instance, line: PassLine, limits: Limits, within_s: float) -> Beside:
+    """With all that run there or are expected to join within that time."""
     streams = [
         stream
         for stream in decode.streams.values()
@@ -131,8 +124,8 @@ def _beside(
     return Beside(
         step=scene.estimates.step(decode.kind),
         rest=line,
-        batch=len(streams) + 1,
-        context=sum(stream.context + stream.said for stream in streams) + prompt.tokens,
+        batch=len(streams),
+        context=sum(stream.context + stream.said for stream in streams),
         tbt_s=min([limits.tbt_s, *(stream.tbt_s for stream in streams)]),
     )
 

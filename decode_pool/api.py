@@ -43,7 +43,7 @@ class Decode(Message):
     chunk_tokens: int = 0
     """Of its tokens a step computes at most so many, and no more than the instance is set to; 0: as it is set."""
     near: SegmentId | None = None
-    """Where blocks of the prompt that are computed here are stored; None: at the instance's home."""
+    """Where full blocks that are filled here are stored; None: at the instance's home."""
 
 
 class Joined(Message):

@@ -12,7 +12,7 @@ import numpy as np
 from decode_pool.api import Decode, DecodeBusy, Ended, Joined, Tokens, TooLong
 from decode_pool.config import DecodeConfig
 from decode_pool.schedule import Key, Plan, Schedule, Sequence
-from decode_pool.writeback import Block, WriteBack
+from decode_pool.writeback import Filled, WriteBack
 from engine.api import Draw, EndReason, Engine, Row, Sampled
 from engine.ending import end_of
 from engine.pace import Pace
@@ -298,9 +298,6 @@ class DecodeService:
         if filled <= first:
             return
         stream.names = extend_hashes(stream.root, stream.names, sequence.tokens[: filled * step])
-        layers = range(self._engine.layout.layers)
-        for block in range(first, filled):
-            page, of_prompt = sequence.pages[block], (block + 1) * step <= len(message.prompt)
-            runs = np.stack([self._engine.runs(layer)[page : page + 1] for layer in layers])
-            near = message.near if of_prompt else None
-            self._writeback.offer(Block(message.request, stream.names[: block + 1], runs, near))
+        pages, layers = sequence.pages[first:filled], range(self._engine.layout.layers)
+        runs = np.stack([self._engine.runs(layer)[pages] for layer in layers])
+        self._writeback.offer(Filled(message.request, list(stream.names), runs, message.near))

@@ -27,8 +27,10 @@ PROMPT = Prompt(tokens=60, reusable=14)
 FOUND = Found(10, {"kvcache-1": 10})
 """So 20 of its tokens are left."""
 OWN_S = STEP.at(1, PROMPT.tokens)
-"""Of a step of the request alone."""
+"""Of a step with nothing else than the request, or one like it."""
 REST_S = 0.01 + 20 * 0.001
+ALONE_S = 0.02 + REST_S
+"""Until the first token, where nothing runs."""
 
 
 @dataclass
@@ -82,9 +84,20 @@ def test_a_short_rest_is_computed_where_it_is_sooner_there():
     assert rest is not None
     assert (rest.reuse, rest.tokens, rest.chunk) == (10, 20, 64)
     assert (rest.source, rest.near, rest.loaded_bytes) == ("kvcache-1", "kvcache-1", 10 * LAYOUT.block_bytes)
-    assert rest.ttft_s == pytest.approx(2 * OWN_S + REST_S)
+    assert rest.ttft_s == pytest.approx(ALONE_S)
     assert rest.more_s == pytest.approx(REST_S)
     assert decided(trip_s=rest.ttft_s) is None
+
+
+def test_beside_a_batch_it_waits_for_the_step_under_way_and_has_as_many_steps_as_chunks():
+    others_s = STEP.at(2, 150)
+    streams = [running(100), running(40, said=10)]
+    one, three = decided(streams), decided(streams, prompt=Prompt(40 + 2 * 64 + 1, 10))
+    assert one is not None
+    assert three is not None
+    assert one.ttft_s == pytest.approx(2 * others_s + REST_S)
+    assert three.ttft_s == pytest.approx(4 * others_s + 3 * 0.01 + (2 * 64 + 1) * 0.001)
+    assert three.more_s == pytest.approx(0.01 + 64 * 0.001)
 
 
 def test_a_prompt_of_which_nothing_is_cached_is_a_rest_too():
@@ -103,7 +116,7 @@ def test_loading_the_prefix_counts_and_so_does_the_transfer_that_is_saved():
     rates = Rates(block_s=0.01)
     rest = decided(rates=rates)
     assert rest is not None
-    assert rest.ttft_s == pytest.approx(10 * 0.01 + 2 * OWN_S + REST_S)
+    assert rest.ttft_s == pytest.approx(10 * 0.01 + ALONE_S)
     saved_s = 15 * 0.01
     assert decided(rates=rates, trip_s=rest.ttft_s - saved_s - 0.001) is None
     assert decided(rates=rates, trip_s=rest.ttft_s - saved_s + 0.001) is not None

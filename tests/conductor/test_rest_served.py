@@ -72,6 +72,7 @@ async def test_what_is_seen_of_it_is_what_is_seen_of_a_prefill():
             assert cluster.counted(f"{name}_count") == 1, name
         assert cluster.counted("dango:request_transfer_time_seconds_count") == 0
         assert cluster.counted("dango:placements_total") == 1
+        assert cluster.counted("dango:rests_on_decode_total") == 1
 
 
 async def test_the_ledger_has_it_on_its_decode_instance_only():

@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
 from decode_pool.api import Decode, DecodeBusy, Ended, Joined, Tokens, TooLong
 from decode_pool.config import DecodeConfig
 from decode_pool.service import DecodeService
-from decode_pool.writeback import Block
+from decode_pool.writeback import Filled
 from engine.api import EndReason, Row, Sampled, Sampling
 from kvcache_pool.api import Grant, Priority
 from protocol.blocks import block_hashes
@@ -27,11 +28,14 @@ class Kept:
     """In place of a WriteBack: keeps what it is offered."""
 
     def __init__(self) -> None:
-        self.blocks: list[Block] = []
+        self.blocks: list[Filled] = []
+        """One by one, whether or not they were offered together."""
         self.discarded: list[Grant] = []
 
-    def offer(self, block: Block) -> None:
-        self.blocks.append(block)
+    def offer(self, filled: Filled) -> None:
+        for block in range(filled.count):
+            chain = filled.chain[: len(filled.chain) - filled.count + block + 1]
+            self.blocks.append(replace(filled, chain=chain, runs=filled.runs[:, block : block + 1]))
 
     async def discard(self, grant: Grant) -> None:
         self.discarded.append(grant)
@@ -257,7 +261,7 @@ async def test_blocks_of_a_prompt_that_are_computed_here_are_always_stored_those
         names = block_hashes(MANIFEST.root(), [*PROMPT, *tokens[:-1]])
         kept = bench.kept.blocks
         assert [block.chain for block in kept] == [names[:n] for n in range(2, 8 if write_back else 5)]
-        assert [block.near for block in kept] == [*[near] * 3, *[None] * 3][: len(kept)]
+        assert {block.near for block in kept} == {near}
         writer = FakeEngine(pages=8)
         await writer.step([Row([*PROMPT, *tokens[:-1]], 0, list(range(8)))])
         for page, block in enumerate(kept, 1):
