@@ -29,9 +29,9 @@ SEEN_MAX = 1024
 KINDS_MAX = 64
 """Kinds that are remembered: a cluster has a few, and a restart with other settings may add one."""
 
-REST_SAMPLES_MIN = 2
-"""So many samples are the least from which a prompt beside a batch is foretold: one may be odd. No larger part
-than the largest seen is asked for, so little is taken from the prior."""
+REST_SAMPLES_MIN = 8
+"""So many samples are the least from which a prompt beside a batch is foretold. Each is a difference of two times,
+and at the start of a machine, when all its instances try passes at once, these are noisy."""
 
 SECONDS_MIN, SECONDS_MAX = 1e-9, 1e6
 """What a pass can take: a clock's tick to days. What lies beyond, or is no number, was not measured."""
@@ -118,11 +118,11 @@ class Estimates:
 
     def _rest(self, kind: str) -> PassLine | None:
         there, alone = self._kinds.get((Pool.DECODE, kind)), self._kinds.get((Pool.PREFILL, kind))
-        if there is None or there.fit.samples < REST_SAMPLES_MIN:
+        if there is None or there.fit.samples == 0:
             return None
         if there.rests.samples >= REST_SAMPLES_MIN:
             return PassLine(*there.rests.coefficients(), there.rest_chunk)
-        return self._pass(kind) if alone is not None and alone.fit.samples >= REST_SAMPLES_MIN else None
+        return self._pass(kind) if alone is not None else None
 
     def step(self, kind: str) -> StepLine:
         """The line of a decode step."""
@@ -162,8 +162,8 @@ class Estimates:
         for timing in timings:
             if timing.step > last:
                 last = timing.step
-                counts = min(timing.tokens - 1, timing.context, timing.rest, timing.prefix)
-                if counts >= 0 and SECONDS_MIN <= timing.seconds <= SECONDS_MAX:
+                sound = min(timing.tokens, timing.context, timing.rest, timing.prefix) >= 0
+                if sound and timing.tokens + timing.rest > 0 and SECONDS_MIN <= timing.seconds <= SECONDS_MAX:
                     new.append(timing)
         self._seen[incarnation] = last
         self._seen.move_to_end(incarnation)

@@ -255,7 +255,7 @@ class DecodeService:
         context = sum(plan.end for plan in plain) + len(plain) * (steps - 1) // 2
         others = [plan for plan in plans if not plan.plain]
         rest, prefix = (others[0].end - others[0].start, others[0].start) if others else (0, 0)
-        clean = not others or (len(others) == 1 and len(plain) > 0)
+        clean = len(others) <= 1
         self._pace.count(len(plain), context, seconds, max(steps, 1), clean=clean, rest=rest, prefix=prefix)
 
     def _row(self, plan: Plan) -> Row:

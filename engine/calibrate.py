@@ -16,7 +16,7 @@ PREFILLS = ((16, 0), (16, 0), (64, 0), (64, 0), (16, 256), (64, 256), (256, 256)
 """Tokens and prefix of each pass: few and many tokens, without and with a prefix, in a second on two CPU cores.
 No pass begins where the one before it ended, as parts of one prompt would."""
 
-RESTS = ((16, 0), (16, 0), (16, 256), (64, 0), (64, 256))
+RESTS = ((16, 0), *((16, 0), (16, 256), (64, 0), (64, 256)) * 2)
 """The same of the prompts that decode steps compute beside one sequence."""
 
 BATCHES, CONTEXTS = (1, 4, 8), (32, 256)

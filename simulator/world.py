@@ -283,8 +283,9 @@ class World:
     def _role(
         self, pool: Pool, name: str, host: str, life: Incarnation | None = None, *, directory: bool = False
     ) -> Role:
-        kind = f"{self.plan.cost.name}/{pool.value}"
-        return Role(pool, InstanceId(name), life or self._life(), host, self.manifest, directory, kind)
+        return Role(
+            pool, InstanceId(name), life or self._life(), host, self.manifest, directory, self.plan.cost.name
+        )
 
     def _life(self) -> Incarnation:
         return Incarnation(f"life-{next(self._lives)}")
