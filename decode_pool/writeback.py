@@ -1,4 +1,4 @@
-"""Full blocks that are computed here go to the pool: the next turn of a chat finds them there.
+"""Full blocks that are filled here go to the pool: the next turn of a chat finds them there.
 
 Best effort: when the queue is full or the pool has no room, a block is simply not cached. The bytes
 are copied out of the engine's pages when the block is full, so the pages' own life does not matter here.
