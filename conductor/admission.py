@@ -194,9 +194,9 @@ class Admission:
     def _rest(self, scene: Scene, wanted: Wanted, found: Found, plan: Placement, decode: Instance) -> Rest | None:
         """What the decode instance computes itself; None if the prompt goes through prefill. So it does for
         several choices, which share one prefill, and where decode is judged only after it."""
-        alone = len(wanted.choices) == 1 and self.gate.rules.policy != AT_DECODE
-        steps_max = self._rest_steps_max if alone else 0
-        return rest_on_decode(scene, wanted.prompt, found, plan, decode, wanted.limits, steps_max)
+        if not self._rest_steps_max or len(wanted.choices) > 1 or self.gate.rules.policy == AT_DECODE:
+            return None
+        return rest_on_decode(scene, wanted.prompt, found, plan, decode, wanted.limits, self._rest_steps_max)
 
     async def _hold(self, waiting: _Waiting, lookup: Lookup) -> Admitted:
         """Stand in the line until a walk admits or refuses this request. Raises Refused."""

@@ -181,7 +181,7 @@ class DecodeService:
         loaded = min(good * self._step_tokens, sequence.stored)
         self._join(stream, loaded)
         if good < len(stream.message.blocks):
-            await self._writeback.discard(sources[good])
+            self._writeback.forget(sources[good])
         return Joined(admitted - came, clock() - admitted, loaded)
 
     def _join(self, stream: Stream, computed: int) -> None:

@@ -45,7 +45,7 @@ class WriteBack:
     def __init__(self, mover: Mover, directory: DirectoryLink) -> None:
         self._mover = mover
         self._directory = directory
-        self._queue: asyncio.Queue[Filled] = asyncio.Queue(BLOCKS_MAX)  # none of them is empty
+        self._queue: asyncio.Queue[Filled | Grant] = asyncio.Queue(BLOCKS_MAX)
         self._waiting = 0
         """Blocks in the queue."""
         self.near: SegmentId | None = None
@@ -56,16 +56,24 @@ class WriteBack:
 
     def offer(self, filled: Filled) -> None:
         """Write these when there is time; dropped if too many wait."""
-        if self._waiting and self._waiting + filled.count > BLOCKS_MAX:
+        if self._queue.full() or (self._waiting and self._waiting + filled.count > BLOCKS_MAX):
             self.dropped += filled.count
             return
         self._waiting += filled.count
         self._queue.put_nowait(filled)
 
+    def forget(self, bad: Grant) -> None:
+        """A block of the pool that could not be read as it was written shall not be found again. Best effort."""
+        if not self._queue.full():
+            self._queue.put_nowait(bad)
+
     async def run(self) -> None:
         """Until cancelled."""
         while True:
             filled = await self._queue.get()
+            if isinstance(filled, Grant):
+                await self._discard(filled)
+                continue
             self._waiting -= filled.count
             try:
                 await self._write(filled)
@@ -74,10 +82,9 @@ class WriteBack:
                 self.dropped += filled.count
                 log.info("%d blocks not written back: %s", filled.count, error, extra={"request": filled.request})
 
-    async def discard(self, grant: Grant) -> None:
-        """A block of the pool that could not be read as it was written: it is forgotten, if that can be said."""
+    async def _discard(self, bad: Grant) -> None:
         with contextlib.suppress(DangoError):
-            await self._directory.get().discard([grant])
+            await self._directory.get().discard([bad])
 
     async def _write(self, filled: Filled) -> None:
         directory, chain, count = self._directory.get(), filled.chain, filled.count

@@ -30,15 +30,15 @@ class Kept:
     def __init__(self) -> None:
         self.blocks: list[Filled] = []
         """One by one, whether or not they were offered together."""
-        self.discarded: list[Grant] = []
+        self.forgotten: list[Grant] = []
 
     def offer(self, filled: Filled) -> None:
         for block in range(filled.count):
             chain = filled.chain[: len(filled.chain) - filled.count + block + 1]
             self.blocks.append(replace(filled, chain=chain, runs=filled.runs[:, block : block + 1]))
 
-    async def discard(self, grant: Grant) -> None:
-        self.discarded.append(grant)
+    def forget(self, bad: Grant) -> None:
+        self.forgotten.append(bad)
 
 
 class Bench:
@@ -132,7 +132,7 @@ async def test_a_block_that_cannot_be_loaded_is_recomputed(bad: int):
         del bench.mover.runs[SEGMENT, bad, 1, 1]
         tokens, _ = await bench.decode(message)
         assert tokens == foretell(PROMPT, 12)
-        assert bench.kept.discarded == ([message.sources[bad]] if bad < len(message.blocks) else [])
+        assert bench.kept.forgotten == ([message.sources[bad]] if bad < len(message.blocks) else [])
 
 
 async def test_an_answer_taken_over_midway_goes_on_the_same():

@@ -109,14 +109,18 @@ async def test_a_bad_block_is_forgotten_and_without_a_directory_nothing_happens(
         await written(back, a_block(1))
         lease = await pool.directory.acquire(an_ask(names(1), reuse=1))
         await pool.directory.release(lease.lease)
-        await back.discard(lease.sources[0])
+        back.forget(lease.sources[0])
+        await written(back, a_block(2))  # after it
         assert (await pool.directory.lookup(names(1))).reach == 0
 
-    class Away(Directory):
-        async def discard(self, grants: list[Grant]) -> None:
-            raise PeerLost("no directory is known")
+        class Away(Directory):
+            async def discard(self, grants: list[Grant]) -> None:
+                raise PeerLost("no directory is known")
 
-    await WriteBack(MemoryMover(), Link(Away.__new__(Away))).discard(lease.sources[0])
+        back = WriteBack(MemoryMover(), Link(Away(pool.directory._client)))
+        back.forget(lease.sources[0])
+        await written(back, a_block(3))
+        assert back.written == 1
 
 
 async def test_the_queue_is_bounded():
