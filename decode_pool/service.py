@@ -244,9 +244,8 @@ class DecodeService:
             return await self._engine.step(rows)
         streams = [self._streams[plan.sequence.key] for plan in plans]
         left = min(stream.message.sampling.max_tokens - len(stream.output) for stream in streams)
-        most = (
-            self._steps_max if all(stream.output for stream in streams) else 1
-        )  # a first token waits for no more
+        begun = all(stream.output for stream in streams)
+        most = self._steps_max if begun else 1  # a first token does not wait for others
         steps = min(most, self._schedule.steps_on(plans), left)
         return await self._engine.run(rows, steps, self._enough)
 
