@@ -16,7 +16,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from conductor.admit import SOON_S, Candidate, Gate, Rules, Verdict, pool_load
+from conductor.admit import AT_DECODE, SOON_S, Candidate, Gate, Rules, Verdict, pool_load
 from conductor.admitted import Admitted, Wanted
 from conductor.ask import Limits, Priority, Refusal, Refused
 from conductor.config import ConductorConfig
@@ -25,6 +25,7 @@ from conductor.lengths import Lengths
 from conductor.line import Held, Line
 from conductor.metrics import Metrics
 from conductor.place import RETRY_NOBODY_S, Placement, Scene, place
+from conductor.rest import Rest, rest_on_decode
 from conductor.view import Instance, View
 from kvcache_pool.api import Found
 from protocol.ids import RequestId
@@ -89,6 +90,7 @@ class Admission:
         self._view = view
         self._metrics = metrics
         self._threshold = config.balancing_threshold
+        self._rest_steps_max = config.rest_steps_max if config.rests_on_decode else 0
         self._dice = dice
         self._line = Line(
             held_max=config.held_max,
@@ -153,20 +155,22 @@ class Admission:
         plan = self._place(wanted, found, now)
         held = self._held(wanted, plan)
         if wanted.promised or self._line.may_pass(held, now):
-            admitted = self._judge(wanted, plan, held, now)
+            admitted = self._judge(wanted, found, plan, held, now)
             if admitted is not None:
                 return admitted
         return await self._hold(_Waiting(wanted, held, found, asyncio.get_running_loop().create_future()), lookup)
 
+    def _scene(self, now: float) -> Scene:
+        return Scene(self._view, self.estimates, now, self._dice.randrange, self._threshold)
+
     def _place(self, wanted: Wanted, found: Found, now: float) -> Placement:
         """Where it would go. Raises Refused."""
-        scene = Scene(self._view, self.estimates, now, self._dice.randrange, self._threshold)
-        plan = place(scene, wanted.prompt, found, self.placement)
+        plan = place(self._scene(now), wanted.prompt, found, self.placement)
         if isinstance(plan, Refusal):
             raise Refused(plan)
         return plan
 
-    def _judge(self, wanted: Wanted, plan: Placement, held: Held, now: float) -> Admitted | None:
+    def _judge(self, wanted: Wanted, found: Found, plan: Placement, held: Held, now: float) -> Admitted | None:
         """Admit, and enter it in the ledger; None if it must be held. Raises Refused.
 
         `now` is when the line was asked whether it may be judged: the line may be another a moment later."""
@@ -192,7 +196,15 @@ class Admission:
             self._line.remove(held.key)
         else:
             self._line.admitted(held, now)
-        return Admitted(self._view, wanted, plan, judgement.decode, _now, self.poke)
+        rest = self._rest(self._scene(now), wanted, found, plan, judgement.decode)
+        return Admitted(self._view, wanted, plan, judgement.decode, _now, self.poke, rest)
+
+    def _rest(self, scene: Scene, wanted: Wanted, found: Found, plan: Placement, decode: Instance) -> Rest | None:
+        """What the decode instance computes itself; None if the prompt goes through prefill. So it does for
+        several choices, which share one prefill, and where decode is judged only after it."""
+        if not self._rest_steps_max or len(wanted.choices) > 1 or self.gate.rules.policy == AT_DECODE:
+            return None
+        return rest_on_decode(scene, wanted.prompt, found, plan, decode, wanted.limits, self._rest_steps_max)
 
     def _held(self, wanted: Wanted, plan: Placement) -> Held:
         limits, arrived_at = wanted.limits, wanted.arrived_at
@@ -241,7 +253,8 @@ class Admission:
             if held.tokens >= shortest.get(alike, sys.maxsize):
                 continue
             try:
-                admitted = self._judge(wanted, self._place(wanted, waiting.found, now), held, now)
+                plan = self._place(wanted, waiting.found, now)
+                admitted = self._judge(wanted, waiting.found, plan, held, now)
             except Refused as refused:
                 self._line.remove(held.key)
                 self._waiting.pop(held.key).told.set_exception(refused)

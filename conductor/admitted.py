@@ -1,6 +1,7 @@
 """A request's entries in the ledger, from its admission to its end.
 
 admitted ──> prefilled ──> moved (each choice: to its decode instance) ──> joined ──> said ... ──> ended
+    └── its decode instance computes the rest: settled at once ──> joined ──> prefilled, said ... ──> ended
 """
 
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 
 from conductor.ask import Limits, Priority, Refused
 from conductor.place import Placement, Prompt
+from conductor.rest import Rest
 from conductor.view import Instance, Key, Prefilling, Stream, View
 from protocol.ids import RequestId
 
@@ -58,9 +60,14 @@ class Admitted:
         decode: Instance,
         clock: Callable[[], float],
         left: Callable[[], None],
+        rest: Rest | None = None,
     ) -> None:
         self.wanted = wanted
         self.plan = plan
+        self.rest = rest
+        """What its decode instance computes without a prefill instance; None: it goes through prefill."""
+        self.ttft_s = plan.ttft_s if rest is None else rest.ttft_s
+        """Predicted, from now."""
         self.began_at = clock()
         self.handed_over = False
         """One of its choices has a place in decode for good, so the others get theirs."""
@@ -71,13 +78,18 @@ class Admitted:
         self._left = left
         self._in_prefill = True
         self._decodes: dict[int, Instance] = {}
-        prefix = plan.reuse * view.manifest.layout.block_tokens
-        work = Prefilling(wanted.prompt.tokens - prefix, prefix, plan.work_s, self.began_at)
-        view.enter(plan.prefill, self._key(wanted.choices[0]), work)
-        if plan.source is not None:
-            view.send(plan.source, plan.fetched_bytes)
+        if rest is None:
+            source, fetched_bytes = plan.source, plan.fetched_bytes
+            prefix = plan.reuse * view.manifest.layout.block_tokens
+            work = Prefilling(wanted.prompt.tokens - prefix, prefix, plan.work_s, self.began_at)
+            view.enter(plan.prefill, self._key(wanted.choices[0]), work)
+        else:
+            source, fetched_bytes = rest.source, rest.loaded_bytes
+        self._fetches = None if source is None else (source, fetched_bytes)
+        if self._fetches is not None:
+            view.send(*self._fetches)
         for choice in wanted.choices:
-            self.moved(choice, decode, self.began_at + plan.ttft_s)
+            self.moved(choice, decode, self.began_at + self.ttft_s, handed_over=rest is not None)
 
     def __enter__(self) -> "Admitted":
         return self
@@ -97,15 +109,20 @@ class Admitted:
             return
         self._in_prefill = False
         self._view.release(self.plan.prefill, self._key(self.wanted.choices[0]), self._clock())
-        if self.plan.source is not None:
-            self._view.sent(self.plan.source, self.plan.fetched_bytes)
+        if self._fetches is not None:
+            self._view.sent(*self._fetches)
         self._left()
 
     def moved(self, choice: int, instance: Instance, due_at: float, *, handed_over: bool = False) -> None:
         """The choice goes to this decode instance, and should be there at `due_at`."""
         wanted = self.wanted
         stream = Stream(
-            wanted.prompt.tokens, due_at, wanted.priority, tbt_s=wanted.limits.tbt_s, handed_over=handed_over
+            wanted.prompt.tokens,
+            due_at,
+            wanted.priority,
+            tbt_s=wanted.limits.tbt_s,
+            handed_over=handed_over,
+            rest_s=0.0 if self.rest is None else self.rest.more_s,
         )
         self._decodes[choice] = instance
         self._view.enter(instance, self._key(choice), stream)
@@ -119,6 +136,10 @@ class Admitted:
     def said(self, choice: int, tokens: int) -> None:
         """So many more of its tokens have come."""
         self._view.said(self._decodes[choice], self._key(choice), tokens, self._clock())
+
+    def decode(self, choice: int) -> Instance:
+        """Its decode instance."""
+        return self._decodes[choice]
 
     def stream(self, choice: int) -> Stream | None:
         """Its entry on its decode instance."""

@@ -42,6 +42,14 @@ class ConductorConfig(ModelSettings):
     """A prefix elsewhere is fetched when it is this many times longer than the instance's own; 0 derives the ratio
     from measured times."""
 
+    rests_on_decode: bool = True
+    """Whether a decode instance computes what is not cached of a prompt itself, beside its batch, where that is
+    predicted to be sooner than a trip through prefill and to break no limit of what runs there."""
+
+    rest_steps_max: int = 4
+    """Such a rest takes at most so many steps. More of them shorten the wait for the first token where prefill is
+    busy, and lengthen the time between tokens within its limit."""
+
     ttft_limit_s: float = 30.0
     """Longest time to the first token of an interactive request that names none, in seconds; 0 is no limit."""
 
@@ -105,7 +113,7 @@ class ConductorConfig(ModelSettings):
         self._require_not_negative("drain_s", "balancing_threshold")
         self._require_not_negative("ttft_limit_s", "tbt_limit_s", "batch_ttft_limit_s", "batch_tbt_limit_s")
         self._require_not_negative("reserve_z", "margin", "samples_min", "residence_s", "overtaken_max")
-        self._require_positive("held_max", "held_tokens_max", "batch_age_s")
+        self._require_positive("held_max", "held_tokens_max", "batch_age_s", "rest_steps_max")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be from 0 to 65535, not {self.port}")
         if self.refusal_status not in (429, 503):

@@ -1,6 +1,7 @@
 """The life of a request: one coroutine, read top to bottom.
 
 hashes ─> lookup ─> place, judge ─> lease ─> prefill ─> first token ─> decode ... ─> release
+                     │        │       └── or all on the decode instance ──┘
                      │        │                  └── what dies on the way is placed again, once,
                   refusal    hold                    with the tokens so far ──────────> end
 """
@@ -8,24 +9,24 @@ hashes ─> lookup ─> place, judge ─> lease ─> prefill ─> first token �
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 
 from conductor.admission import Admission
 from conductor.admitted import Admitted, Wanted
 from conductor.ask import Ask, Failed, Readiness, Refusal, Refused, Reply
-from conductor.job import Choice, Job, Placed
+from conductor.job import Choice, Job, Placed, decode_message, prefill_message
 from conductor.lease import Countdown, HeldLease, Room
 from conductor.metrics import Metrics
 from conductor.peers import Peers
-from conductor.place import Placement, Prompt
+from conductor.place import Prompt
 from conductor.registry import Registry
 from conductor.view import Instance, View
-from decode_pool.api import Decode, DecodeBusy, Ended, Joined, Tokens
+from decode_pool.api import DecodeBusy, Ended, Joined, Tokens
 from engine.api import Sampled
 from engine.ending import end_of
-from kvcache_pool.api import Acquire, DirectoryLink, Found, Grant, LeaseLost, PoolFull, new_lease
-from prefill_pool.api import Prefill, PrefillBusy, Prefilled, PrefixLost, StoreLost
+from kvcache_pool.api import Acquire, DirectoryLink, Found, LeaseLost, PoolFull, new_lease
+from prefill_pool.api import PrefillBusy, Prefilled, PrefixLost, StoreLost
 from protocol.blocks import block_hashes
 from protocol.errors import Abandoned, BadMessage, DangoError, DeadlineExceeded, PeerLost
 from protocol.ids import BlockHash, Ids, RequestId
@@ -149,15 +150,13 @@ class Dispatcher:
         ) as admitted:
             job.admitted()
             self._metrics.placed()
-            held = HeldLease(self._directory, self._room, self._acquire(job, admitted.plan, tokens, blocks))
+            if admitted.rest is not None:
+                blocks = blocks[: admitted.rest.reuse]
+            held = HeldLease(self._directory, self._room, self._acquire(job, admitted, tokens, blocks))
             async with held as lease:
                 placed = Placed(admitted, held, lease, tokens, blocks)
-                prefilled = await self._prefill(job, choices, placed)
-                if not wanted.promised and admitted.plan.ttft_s > 0:
-                    self._metrics.predicted_ttft((_now() - admitted.began_at) / admitted.plan.ttft_s)
-                job.prefilled(prefilled.reused_tokens)
+                firsts = zip(choices, await self._firsts(job, choices, placed), strict=True)
                 joining = Countdown(len(choices), held)
-                firsts = zip(choices, prefilled.first, strict=True)
                 await together(self._follow(job, c, first, placed, joining) for c, first in firsts)
 
     def _wanted(self, job: Job, choices: list[Choice], tokens: int) -> Wanted:
@@ -181,31 +180,39 @@ class Dispatcher:
                 return await self._directory.get().lookup(blocks)
         return None
 
-    def _acquire(self, job: Job, plan: Placement, tokens: Ids, blocks: list[BlockHash]) -> Acquire:
+    def _acquire(self, job: Job, admitted: Admitted, tokens: Ids, blocks: list[BlockHash]) -> Acquire:
         """What to lease. Raises PoolFull when that is more than the whole pool has."""
+        plan, rest = admitted.plan, admitted.rest
+        if rest is not None:
+            return Acquire(new_lease(), job.request, blocks, rest.reuse, 0, rest.near)
         tail = 1 if len(tokens) % self._view.manifest.layout.block_tokens else 0
         if len(blocks) + tail > self._view.blocks_total:
             raise PoolFull(f"{len(blocks) + tail} blocks wanted, the pool has {self._view.blocks_total}")
         return Acquire(new_lease(), job.request, blocks, plan.reuse, tail, plan.near, copies=plan.reuse)
 
+    async def _firsts(self, job: Job, choices: list[Choice], placed: Placed) -> Sequence[Sampled | None]:
+        """The first token of each choice; None if its decode instance will draw it, which computes the rest."""
+        rest = placed.admitted.rest
+        if rest is None:
+            prefilled = await self._prefill(job, choices, placed)
+            self._computed(job, placed.admitted, prefilled.reused_tokens)
+            return prefilled.first
+        if len(placed.lease.sources) < rest.reuse:
+            raise LeaseLost("part of the prefix was evicted since the lookup: more would be left than was judged")
+        return [None]
+
+    def _computed(self, job: Job, admitted: Admitted, reused_tokens: int) -> None:
+        """The prompt's KV is there, and the first token with it."""
+        admitted.prefilled()
+        if not admitted.wanted.promised and admitted.ttft_s > 0:
+            self._metrics.predicted_ttft((_now() - admitted.began_at) / admitted.ttft_s)
+        job.prefilled(reused_tokens)
+
     async def _prefill(self, job: Job, choices: list[Choice], placed: Placed) -> Prefilled:
-        lease, plan = placed.lease, placed.admitted.plan
-        message = Prefill(
-            request=job.request,
-            tokens=placed.tokens,
-            prompt_tokens=len(job.ask.prompt),
-            blocks=placed.blocks,
-            directory=self._directory.address,
-            lease=lease.lease,
-            sources=lease.sources,
-            targets=lease.targets,
-            places=lease.places,
-            samplings=[choice.sampling for choice in choices],
-            copies=lease.copies,
-        )
+        plan = placed.admitted.plan
+        message = prefill_message(job, choices, placed, self._directory.address)
         async with self._watched(plan.prefill):
             prefilled = await self._peer(plan.prefill).call(message, Prefilled, within_s=job.left_s)
-        placed.admitted.prefilled()
         if plan.source is not None and plan.own == 0 and prefilled.load_s:  # else part of the time was for its own
             self._admission.estimates.learn_transfer(plan.source, plan.fetched_bytes, prefilled.load_s, _now())
         self._metrics.observe_queue(prefilled.queue_s)
@@ -213,7 +220,9 @@ class Dispatcher:
         self._metrics.observe_store_wait(prefilled.store_wait_s)
         return prefilled
 
-    async def _follow(self, job: Job, choice: Choice, first: Sampled, placed: Placed, joining: Countdown) -> None:
+    async def _follow(
+        self, job: Job, choice: Choice, first: Sampled | None, placed: Placed, joining: Countdown
+    ) -> None:
         """One choice from its first token to its end."""
         try:
             instance = await self._begin(job, choice, first, placed)
@@ -226,11 +235,13 @@ class Dispatcher:
             raise
         self._admission.ended(placed.admitted, choice.index, len(choice.output))
 
-    async def _begin(self, job: Job, choice: Choice, first: Sampled, placed: Placed) -> Instance | None:
-        """Send the first token. Returns the decode instance that goes on; None if the answer ends with it.
+    async def _begin(self, job: Job, choice: Choice, first: Sampled | None, placed: Placed) -> Instance | None:
+        """Send the first token, if it is there. Returns the decode instance that goes on; None if the answer ends.
 
         Where it goes on is settled before: until the client has its first token, it can still be refused.
         """
+        if first is None:
+            return placed.admitted.decode(choice.index)
         said = Tokens([first.token], [] if choice.sampling.logprobs is None else [first], [0.0])
         over = end_of(choice.sampling, choice.output + Ids("I", said.tokens)) is not None
         instance = None if over else await self._admission.hand_over(placed.admitted, choice.index)
@@ -240,43 +251,33 @@ class Dispatcher:
     async def _go_on(
         self, job: Job, choice: Choice, instance: Instance, placed: Placed, joining: Countdown
     ) -> None:
-        """Decode, from the second token on."""
-        began, message = _now(), self._decode(job, choice, placed)
+        """Decode: from the second token on, or from the rest of the prompt on."""
+        choice.decode_from, message = _now(), decode_message(job, choice, placed)
         async with (
             self._watched(instance),
             self._peer(instance).stream(message, within_s=job.left_s) as stream,
         ):
             async for answer in stream:
-                if await self._advance(job, choice, answer.message, placed.admitted, joining):
+                if await self._advance(job, choice, answer.message, placed, joining):
                     break
-        self._metrics.observe_decode(_now() - began)
+        self._metrics.observe_decode(_now() - choice.decode_from)
 
-    def _decode(self, job: Job, choice: Choice, placed: Placed) -> Decode:
-        sources: list[Grant] = placed.lease.sources + placed.lease.targets
-        return Decode(
-            request=job.request,
-            choice=choice.index,
-            prompt=job.ask.prompt,
-            output=choice.output,
-            blocks=placed.blocks,
-            tenant=job.ask.tenant,
-            salt=job.ask.salt,
-            sources=sources,
-            places=placed.lease.places,
-            sampling=choice.sampling,
-        )
-
-    async def _advance(
-        self, job: Job, choice: Choice, item: Message, admitted: Admitted, joining: Countdown
-    ) -> bool:
+    async def _advance(self, job: Job, choice: Choice, item: Message, placed: Placed, joining: Countdown) -> bool:
         """Take in one item of a decode stream. True: nothing more is wanted of it."""
+        admitted = placed.admitted
         match item:
             case Joined():
-                self._metrics.observe_transfer(item.queue_s + item.load_s)
-                choice.step_s = self._admission.joined(admitted, choice.index)
+                step_s = self._admission.joined(admitted, choice.index)
                 joining.one()
+                if admitted.rest is None:
+                    self._metrics.observe_transfer(item.queue_s + item.load_s)
+                    choice.step_s = step_s
+                else:
+                    choice.joined = item
                 return False
             case Tokens():
+                if choice.joined is not None:
+                    self._rest_computed(job, choice, choice.joined, placed)
                 admitted.said(choice.index, len(item.tokens))
                 if choice.step_s:
                     self._metrics.predicted_tbt(item.took_s[0] / choice.step_s)
@@ -287,6 +288,18 @@ class Dispatcher:
                 await job.reply.end(choice.index, item.reason)
                 return False  # the stream ends by itself
         raise BadMessage(f"a decode stream brought a {type(item).__name__}")
+
+    def _rest_computed(self, job: Job, choice: Choice, joined: Joined, placed: Placed) -> None:
+        """The decode instance has computed the rest of the prompt: its first token is there."""
+        now, rest, choice.joined = _now(), placed.admitted.rest, None
+        assert rest is not None
+        if rest.source is not None and all(grant.segment == rest.source for grant in placed.lease.sources):
+            self._admission.estimates.learn_transfer(rest.source, rest.loaded_bytes, joined.load_s, now)
+        self._metrics.rest_on_decode()
+        self._metrics.observe_queue(joined.queue_s)
+        self._metrics.observe_prefill(now - choice.decode_from - joined.queue_s)
+        self._computed(job, placed.admitted, joined.loaded_tokens)
+        choice.decode_from = now
 
     async def _emit(self, job: Job, choice: Choice, said: Tokens) -> bool:
         """Send tokens to the client. True: the client's stop string ended the choice."""

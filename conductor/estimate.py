@@ -7,6 +7,9 @@ sequences of together C tokens of context:
     prefill = ceil(n / chunk) * base + token * n + pair * n * (p + n / 2)
     step    = base + row * B + token * C
 
+A decode step that computes part of a prompt beside its batch takes a step and, for that part, a pass with three
+coefficients of its own, which say what the step takes longer.
+
 Instances of one pool and kind share one fit. No coefficient is below 0: more work never betters a prediction.
 """
 
@@ -25,6 +28,10 @@ SEEN_MAX = 1024
 
 KINDS_MAX = 64
 """Kinds that are remembered: a cluster has a few, and a restart with other settings may add one."""
+
+REST_SAMPLES_MIN = 8
+"""So many samples are the least from which a prompt beside a batch is foretold. Each is a difference of two times,
+and at the start of a machine, when all its instances try passes at once, these are noisy."""
 
 SECONDS_MIN, SECONDS_MAX = 1e-9, 1e6
 """What a pass can take: a clock's tick to days. What lies beyond, or is no number, was not measured."""
@@ -68,6 +75,7 @@ class Estimates:
         self._seen: OrderedDict[Incarnation, int] = OrderedDict()
         self._passes: dict[str, PassLine] = {}
         self._steps: dict[str, StepLine] = {}
+        self._rests: dict[str, PassLine | None] = {}
         self._senders = Senders()
 
     def learn(
@@ -85,15 +93,36 @@ class Estimates:
         known.learn(new, now)
         self._passes.clear()
         self._steps.clear()
+        self._rests.clear()
 
     def prefill_s(self, kind: str, tokens: int, prefix: int) -> float:
         """To compute `tokens` after a `prefix` whose KV is there: all passes of it, once it has its turn."""
+        return self._pass(kind).at(tokens, prefix)
+
+    def _pass(self, kind: str) -> PassLine:
         line = self._passes.get(kind)
         if line is None:
             known = self._kinds.get((Pool.PREFILL, kind))
             chunk = CHUNK_TOKENS if known is None else known.chunk
             line = self._passes[kind] = PassLine(*self._line(Pool.PREFILL, kind, PREFILL_PRIOR), chunk)
-        return line.at(tokens, prefix)
+        return line
+
+    def rest(self, kind: str) -> PassLine | None:
+        """What a prompt adds to the steps of a decode instance that computes it beside its batch.
+
+        Before such steps were measured: what it takes in passes of its own on prefill instances of the same kind.
+        That is more, since a step and a pass share the reading of the weights. None if neither is known."""
+        if kind not in self._rests:
+            self._rests[kind] = self._rest(kind)
+        return self._rests[kind]
+
+    def _rest(self, kind: str) -> PassLine | None:
+        there, alone = self._kinds.get((Pool.DECODE, kind)), self._kinds.get((Pool.PREFILL, kind))
+        if there is None or there.fit.samples == 0:
+            return None
+        if there.rests.samples >= REST_SAMPLES_MIN:
+            return PassLine(*there.rests.coefficients(), there.rest_chunk)
+        return self._pass(kind) if alone is not None else None
 
     def step(self, kind: str) -> StepLine:
         """The line of a decode step."""
@@ -133,7 +162,8 @@ class Estimates:
         for timing in timings:
             if timing.step > last:
                 last = timing.step
-                if timing.tokens > 0 and timing.context >= 0 and SECONDS_MIN <= timing.seconds <= SECONDS_MAX:
+                sound = min(timing.tokens, timing.context, timing.rest, timing.prefix) >= 0
+                if sound and timing.tokens + timing.rest > 0 and SECONDS_MIN <= timing.seconds <= SECONDS_MAX:
                     new.append(timing)
         self._seen[incarnation] = last
         self._seen.move_to_end(incarnation)

@@ -185,7 +185,7 @@ class Outlook:
         capacity = instance.load.blocks_total * self.block_tokens
         return Forecast(
             instance=instance,
-            step_s=line.base_s + line.row_s * rows + line.token_s * tokens + self.z * math.sqrt(variance),
+            step_s=line.at(rows, tokens) + _rest_s(instance, start) + self.z * math.sqrt(variance),
             batch=rows,
             memory_share=memory / capacity if capacity else 0.0,
             promised_s=promised_s,
@@ -256,6 +256,12 @@ def _worse(one: Forecast, other: Forecast) -> Forecast:
         promised_s=min(one.promised_s, other.promised_s),
         alone=one.alone and other.alone,
     )
+
+
+def _rest_s(instance: Instance, at: float) -> float:
+    """What a step takes longer for a prompt of which this instance computes a part until then or later."""
+    streams = instance.streams.values()
+    return sum([one.rest_s for one in streams if one.rest_s and not one.said and one.due_at >= at])
 
 
 def _pace(instance: Instance, line: StepLine) -> float:

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from conductor.admitted import Admitted, Told
 from conductor.ask import Ask, Reply
 from conductor.lease import HeldLease
+from decode_pool.api import Decode, Joined
 from engine.api import Sampling
 from kvcache_pool.api import Lease
+from prefill_pool.api import Prefill
 from protocol.ids import BlockHash, Ids, RequestId, token_ids
 
 
@@ -21,6 +23,10 @@ class Choice:
     ended: bool = False
     step_s: float = 0.0
     """What the first step after joining was predicted to take; 0 when that has been compared."""
+    joined: Joined | None = None
+    """Its decode instance has loaded the prefix and computes the rest of the prompt; None before and after."""
+    decode_from: float = 0.0
+    """When its first token was there, or its decode instance was asked for that."""
 
 
 @dataclass
@@ -69,3 +75,41 @@ class Placed:
     lease: Lease
     tokens: Ids
     blocks: list[BlockHash]
+    """Of those that the lease names: all full ones, or only what a decode instance loads."""
+
+
+def prefill_message(job: Job, choices: list[Choice], placed: Placed, directory: str) -> Prefill:
+    """What the prefill instance is asked to do; `directory` is where it commits."""
+    lease = placed.lease
+    return Prefill(
+        request=job.request,
+        tokens=placed.tokens,
+        prompt_tokens=len(job.ask.prompt),
+        blocks=placed.blocks,
+        directory=directory,
+        lease=lease.lease,
+        sources=lease.sources,
+        targets=lease.targets,
+        places=lease.places,
+        samplings=[choice.sampling for choice in choices],
+        copies=lease.copies,
+    )
+
+
+def decode_message(job: Job, choice: Choice, placed: Placed) -> Decode:
+    """What the decode instance of a choice is asked to do."""
+    lease, rest = placed.lease, placed.admitted.rest
+    return Decode(
+        request=job.request,
+        choice=choice.index,
+        prompt=job.ask.prompt,
+        output=choice.output,
+        blocks=placed.blocks,
+        tenant=job.ask.tenant,
+        salt=job.ask.salt,
+        sources=lease.sources + lease.targets,
+        places=lease.places,
+        sampling=choice.sampling,
+        chunk_tokens=0 if rest is None else rest.chunk,
+        near=None if rest is None else rest.near,
+    )

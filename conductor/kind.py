@@ -25,11 +25,17 @@ HEARD_EVERY_S = 1.0
 """Samples heard within this time are counted together, so that the count of fresh ones stays small."""
 
 
+REST_SHARE_MIN = 0.05
+"""A prompt's part in a step is taken to cost at least this share of it, however slow the batch was foretold."""
+
+
 class Kind:
     """Instances of one pool that take equal times. Mutates: learn, fresh (forgets)."""
 
     def __init__(self, pool: Pool) -> None:
         self.fit = Fit(PREFILL_PRIOR if pool is Pool.PREFILL else STEP_PRIOR)
+        self.rests = Fit(PREFILL_PRIOR)
+        """What a decode step takes longer for a part of a prompt that it computes beside its batch."""
         self._prefill = pool is Pool.PREFILL
         self._largest = 0
         self._split = False
@@ -43,6 +49,11 @@ class Kind:
         ended has shown that passes are cut there."""
         return self._largest if self._split else max(self._largest, CHUNK_TOKENS)
 
+    @property
+    def rest_chunk(self) -> int:
+        """The largest part of a prompt that was seen in a decode step."""
+        return self._largest
+
     def learn(self, timings: Sequence[Timing], now: float) -> None:
         """Take in sound, new timings of one instance, in their order."""
         before: Timing | None = None
@@ -52,10 +63,20 @@ class Kind:
                 self._largest = max(self._largest, tokens)
                 self._split = self._split or (before is not None and _goes_on(before, timing))
                 self.fit.learn((1.0, tokens, tokens * (context + tokens / 2)), timing.seconds)
+            elif timing.rest:
+                self._learn_rest(timing)
             else:
                 self.fit.learn((1.0, tokens, context), timing.seconds)
             before = timing
         self._count(len(timings), now)
+
+    def _learn_rest(self, timing: Timing) -> None:
+        base_s, row_s, token_s = self.fit.coefficients()
+        alone_s = base_s + row_s * timing.tokens + token_s * timing.context
+        more_s = max(timing.seconds - alone_s, REST_SHARE_MIN * timing.seconds)
+        rest, prefix = timing.rest, timing.prefix
+        self._largest = max(self._largest, rest)
+        self.rests.learn((1.0, rest, rest * (prefix + rest / 2)), more_s)
 
     def fresh(self, now: float) -> int:
         """Samples heard within FRESH_S."""

@@ -138,6 +138,10 @@ class Metrics:
         """A prompt was placed again, since an instance died."""
         self._replaced.inc()
 
+    def rest_on_decode(self) -> None:
+        """A decode instance computed the rest of a prompt, without a prefill."""
+        self._rests.inc()
+
     # --- the judgement
 
     def predicted_ttft(self, ratio: float) -> None:
@@ -243,6 +247,7 @@ class Metrics:
         self._bad_frames = self._counter("dango:bad_frames", "Frames dropped because they were no message.")
         self._placed = self._counter("dango:placements", "Prompts that were given their instances.")
         self._replaced = self._counter("dango:replacements", "Prompts placed again since an instance died.")
+        self._rests = self._counter("dango:rests_on_decode", "Prompts whose rest a decode instance computed.")
         refusals = Counter("dango:refusals", "Refusals.", ["model_name", "reason"], registry=self.registry)
         self._refusals = {reason: refusals.labels(self._model, reason) for reason in REASONS}
         steps = Counter("dango:steps", "Forward passes.", ["model_name", "pool"], registry=self.registry)

@@ -195,7 +195,7 @@ class _Costs:
         self._block_bytes = layout.block_bytes
         self._held = found.held
         self._best = min(found.reach, prompt.reusable) if found.held else 0
-        self._senders = _longest_two(found.held, scene.view.sending)
+        self._senders = longest_two(found.held, scene.view.sending)
         self._prefill_s: dict[tuple[str, int], float] = {}
         self._fetch_s: dict[tuple[str, int, SegmentId], float | None] = {}
 
@@ -252,7 +252,7 @@ class _Costs:
         return self._prefill_s[key]
 
 
-def _longest_two(held: Mapping[str, int], sending: Mapping[SegmentId, int]) -> list[SegmentId]:
+def longest_two(held: Mapping[str, int], sending: Mapping[SegmentId, int]) -> list[SegmentId]:
     """The two segments that hold the longest part of a prefix: what is fetched is taken to come from the first, or
     from the second if the first is at home. Of equal ones those that have less to send, then the first by name.
 

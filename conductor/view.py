@@ -52,7 +52,9 @@ class Stream:
     tbt_s: float = math.inf
     """The time between tokens that it was promised: whoever joins it later must leave it that."""
     handed_over: bool = False
-    """Its prompt is computed, and this instance is settled."""
+    """Its prompt is computed, or will be here, and this instance is settled."""
+    rest_s: float = 0.0
+    """A step takes so much longer until its first token, if this instance computes part of its prompt; else 0."""
 
 
 @dataclass
@@ -92,6 +94,11 @@ class Instance:
             stream.context + stream.said for stream in self.streams.values() if stream.joined_at is not None
         ]
         return len(contexts), sum(contexts)
+
+    @property
+    def computes_rest(self) -> bool:
+        """Whether part of a prompt is computed beside the batch here, or will be."""
+        return any(stream.rest_s and not stream.said for stream in self.streams.values())
 
     @property
     def idle(self) -> bool:

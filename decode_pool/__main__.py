@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from decode_pool.config import DecodeConfig
 from decode_pool.service import DecodeService
 from decode_pool.writeback import WriteBack
-from engine.calibrate import calibrate, decode_trials
+from engine.calibrate import calibrate, decode_trials, rest_trials
 from engine.hosting import host_engine, kind_of
 from engine.manifest import open_model
 from engine.pace import Pace
@@ -25,7 +25,8 @@ async def serve(config: DecodeConfig) -> None:
     model = open_model(config)
     host = config.host or socket.gethostname()
     engine, pace = await host_engine(model, config), Pace()
-    await calibrate(engine, decode_trials(engine, config.batch_max), pace, config.calibrate_s)
+    trials = [*decode_trials(engine, config.batch_max), *rest_trials(engine, config.chunk_tokens)]
+    await calibrate(engine, trials, pace, config.calibrate_s)
     transport = ZmqTransport()
     mover, directory = PoolMover(transport, host, Reach(config.transport)), DirectoryLink(transport)
     writeback = WriteBack(mover, directory)

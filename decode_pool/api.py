@@ -3,7 +3,7 @@
 from engine.api import EndReason, Sampled, Sampling
 from kvcache_pool.api import Grant, Place
 from protocol.errors import RemoteError
-from protocol.ids import BlockHash, Ids, RequestId
+from protocol.ids import BlockHash, Ids, RequestId, SegmentId
 from protocol.message import Message
 
 
@@ -20,17 +20,18 @@ class TooLong(RemoteError):
 
 
 class Decode(Message):
-    """Continue a request whose KV is in the pool. Answered by a stream: Joined, Tokens..., Ended.
+    """Continue a request whose KV is in the pool, or begin one. Answered by a stream: Joined, Tokens..., Ended.
 
-    `sources` cover all tokens but the last of `output`, whose KV the first step computes. A block that
-    cannot be loaded is recomputed here.
+    `sources` cover tokens from the first on: all but the last, whose KV the first step computes; or fewer, in
+    whole blocks. The rest is computed here, in chunks beside the batch, as is a block that cannot be loaded. Full
+    blocks of the prompt that are computed so go to the pool.
     """
 
     request: RequestId
     choice: int
     prompt: Ids
     output: Ids
-    """Tokens of the answer so far, at least one."""
+    """Tokens of the answer so far; none if the first is drawn here."""
     blocks: list[BlockHash]
     """The names of the full blocks of the tokens that `sources` cover."""
     tenant: str
@@ -39,6 +40,10 @@ class Decode(Message):
     sources: list[Grant]
     places: list[Place]
     sampling: Sampling
+    chunk_tokens: int = 0
+    """Of its tokens a step computes at most so many, and no more than the instance is set to; 0: as it is set."""
+    near: SegmentId | None = None
+    """Where full blocks that are filled here are stored; None: at the instance's home."""
 
 
 class Joined(Message):
@@ -46,6 +51,8 @@ class Joined(Message):
 
     queue_s: float
     load_s: float
+    loaded_tokens: int = 0
+    """So many of the tokens' KV came from the pool; the others are computed."""
 
 
 class Tokens(Message):

@@ -19,13 +19,16 @@ class DecodeConfig(ComputeSettings):
     """Most steps in one engine call while the batch stays the same; their tokens reach the client together."""
 
     stream_interval: int = 1
-    """Tokens of an answer are sent when so many have been drawn: fewer messages, and a less even stream."""
+    """Tokens of an answer are sent when so many have been drawn, the first at once: fewer messages, and a less
+    even stream."""
 
     write_back: bool = True
-    """Whether blocks that decoding fills go back to the pool, where the next turn of a chat finds them."""
+    """Whether blocks that answers fill go back to the pool, where the next turn of a chat finds them. Those of
+    prompts that are computed here always do."""
 
     chunk_tokens: int = 256
-    """Most tokens that a step recomputes for one request (a failed load, a preemption) beside the batch."""
+    """Most tokens that a step computes for one request beside the batch: the rest of a prompt, or what a failed
+    load or a preemption lost."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -29,6 +29,8 @@ class Sequence:
     tokens: Ids
     stored: int
     """How many tokens' KV the pool holds for it; 0 once it has lost its pages."""
+    chunk: int = 0
+    """Most tokens that a step computes of it, if that is fewer than for all; 0: no fewer."""
     computed: int = 0
     pages: list[int] = field(default_factory=list)
 
@@ -136,7 +138,8 @@ class Schedule:
         plans = []
         for sequence in list(self._running.values()):
             if sequence.key in self._running and self._make_room(sequence, hindered):
-                end = min(sequence.computed + self._chunk_tokens, len(sequence.tokens))
+                chunk = min(sequence.chunk or self._chunk_tokens, self._chunk_tokens)
+                end = min(sequence.computed + chunk, len(sequence.tokens))
                 plans.append(Plan(sequence, sequence.computed, end, end == len(sequence.tokens)))
         return [plan for plan in plans if plan.sequence.key in self._running]
 

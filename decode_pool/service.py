@@ -1,4 +1,6 @@
-"""A decode instance: loads KV that others computed, steps its whole batch, streams tokens."""
+"""A decode instance: loads KV that others computed, steps its whole batch, streams tokens.
+
+What is missing of a request's KV it computes itself, in chunks beside the batch."""
 
 import asyncio
 import logging
@@ -10,7 +12,7 @@ import numpy as np
 from decode_pool.api import Decode, DecodeBusy, Ended, Joined, Tokens, TooLong
 from decode_pool.config import DecodeConfig
 from decode_pool.schedule import Key, Plan, Schedule, Sequence
-from decode_pool.writeback import Block, WriteBack
+from decode_pool.writeback import Filled, WriteBack
 from engine.api import Draw, EndReason, Engine, Row, Sampled
 from engine.ending import end_of
 from engine.pace import Pace
@@ -145,17 +147,19 @@ class DecodeService:
     def _stream_of(self, message: Decode) -> Stream:
         """Refuse a message whose parts do not fit together, before anything is queued."""
         tokens = message.prompt + message.output
-        stored = len(tokens) - 1
+        if not message.prompt or message.chunk_tokens < 0:
+            raise BadMessage("a request has a prompt, and chunks are not negative")
+        stored = min(len(message.sources) * self._step_tokens, len(tokens) - 1)
         longest = len(message.prompt) + message.sampling.max_tokens
-        if not message.output or len(message.sources) != pages_for(stored, self._step_tokens):
-            raise BadMessage("the sources do not cover all tokens but the last")
+        if len(message.sources) != pages_for(stored, self._step_tokens):
+            raise BadMessage("the sources cover more than all tokens but the last")
         if len(message.blocks) != stored // self._step_tokens:
             raise BadMessage("the full blocks of the sources are misnamed")
         if longest > self._manifest.context_tokens:
             raise TooLong(f"{longest} tokens are more than the context of {self._manifest.context_tokens}")
         if not self._schedule.fits(longest):
             raise TooLong(f"{longest} tokens do not fit in this instance's {self._pages.total} pages")
-        sequence = Sequence((message.request, message.choice), tokens, stored)
+        sequence = Sequence((message.request, message.choice), tokens, stored, message.chunk_tokens)
         root = self._manifest.root(message.tenant, message.salt)
         items: asyncio.Queue[Tokens | Exception | None] = asyncio.Queue(longest + 1)
         return Stream(message, sequence, root, list(message.blocks), message.output[:], items)
@@ -174,8 +178,11 @@ class DecodeService:
             good = await self._mover.read(layer, sources[:good], self._engine.runs(layer), pages, Priority.LOAD)
         if good < len(sources):
             log.warning("recomputing from block %d", good, extra={"request": stream.message.request})
-        self._join(stream, min(good * self._step_tokens, sequence.stored))
-        return Joined(admitted - came, clock() - admitted)
+        loaded = min(good * self._step_tokens, sequence.stored)
+        self._join(stream, loaded)
+        if good < len(stream.message.blocks):
+            self._writeback.forget(sources[good])
+        return Joined(admitted - came, clock() - admitted, loaded)
 
     def _join(self, stream: Stream, computed: int) -> None:
         self._schedule.join(stream.sequence, computed)
@@ -237,13 +244,18 @@ class DecodeService:
             return await self._engine.step(rows)
         streams = [self._streams[plan.sequence.key] for plan in plans]
         left = min(stream.message.sampling.max_tokens - len(stream.output) for stream in streams)
-        steps = min(self._steps_max, self._schedule.steps_on(plans), left)
+        begun = all(stream.output for stream in streams)
+        most = self._steps_max if begun else 1  # a first token does not wait for others
+        steps = min(most, self._schedule.steps_on(plans), left)
         return await self._engine.run(rows, steps, self._enough)
 
     def _count(self, plans: list[Plan], steps: int, seconds: float) -> None:
-        rows = sum(plan.draws for plan in plans)
-        context = sum(plan.end for plan in plans) + rows * (steps - 1) // 2
-        self._pace.count(rows, context, seconds, max(steps, 1), clean=all(plan.plain for plan in plans))
+        plain = [plan for plan in plans if plan.plain]
+        context = sum(plan.end for plan in plain) + len(plain) * (steps - 1) // 2
+        others = [plan for plan in plans if not plan.plain]
+        rest, prefix = (others[0].end - others[0].start, others[0].start) if others else (0, 0)
+        clean = len(others) <= 1
+        self._pace.count(len(plain), context, seconds, max(steps, 1), clean=clean, rest=rest, prefix=prefix)
 
     def _row(self, plan: Plan) -> Row:
         sequence, stream = plan.sequence, self._streams[plan.sequence.key]
@@ -264,7 +276,8 @@ class DecodeService:
         if stream.message.sampling.logprobs is not None:
             said.details.extend(samples)
         stream.ended = end_of(stream.message.sampling, stream.output)
-        if stream.ended is not None or len(said.tokens) >= self._stream_interval:
+        first = len(said.tokens) == len(stream.output)
+        if stream.ended is not None or first or len(said.tokens) >= self._stream_interval:
             stream.items.put_nowait(said)
             stream.unsent = Tokens([], [], [])
         if stream.ended is not None:
@@ -276,14 +289,14 @@ class DecodeService:
         stream.items.put_nowait(last)
 
     def _write_back(self, stream: Stream) -> None:
-        """Offer the block that has just been filled, if one was, under its name in the chain."""
-        sequence, step = stream.sequence, self._step_tokens
-        filled = sequence.computed // step
-        if not self._writes_back or filled <= len(stream.names):
+        """Offer the blocks that have just been filled, under their names in the chain: those of the prompt, and
+        those of the answer if they are wanted."""
+        sequence, step, message = stream.sequence, self._step_tokens, stream.message
+        whole = sequence.computed if self._writes_back else min(sequence.computed, len(message.prompt))
+        first, filled = len(stream.names), whole // step
+        if filled <= first:
             return
-        assert filled == len(stream.names) + 1, "a run ends where a block does"
         stream.names = extend_hashes(stream.root, stream.names, sequence.tokens[: filled * step])
-        page = sequence.pages[filled - 1]
-        layers = range(self._engine.layout.layers)
-        runs = np.stack([self._engine.runs(layer)[page : page + 1] for layer in layers])
-        self._writeback.offer(Block(stream.message.request, list(stream.names), runs))
+        pages, layers = sequence.pages[first:filled], range(self._engine.layout.layers)
+        runs = np.stack([self._engine.runs(layer)[pages] for layer in layers])
+        self._writeback.offer(Filled(message.request, list(stream.names), runs, message.near))

@@ -1,4 +1,4 @@
-"""Full blocks that decoding makes go back to the pool: the next turn of a chat finds them there.
+"""Full blocks that are filled here go to the pool: the next turn of a chat finds them there.
 
 Best effort: when the queue is full or the pool has no room, a block is simply not cached. The bytes
 are copied out of the engine's pages when the block is full, so the pages' own life does not matter here.
@@ -12,23 +12,31 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_pool.api import Acquire, DirectoryLink, Mover, Priority, new_lease
+from kvcache_pool.api import Acquire, DirectoryLink, Grant, Mover, Priority, new_lease
 from protocol.errors import DangoError
 from protocol.ids import BlockHash, LeaseId, RequestId, SegmentId
 
 BLOCKS_MAX = 64
-"""Blocks that wait to be written: a few steps of a full batch; 23 MB of the default model's."""
+"""Blocks that wait to be written: a few steps of a full batch, or a long prompt; 23 MB of the default model's.
+What one step fills may be more, if nothing else waits."""
 
 log = logging.getLogger("dango.writeback")
 
 
 @dataclass(frozen=True)
-class Block:
-    """A full block: the names of all blocks up to it, its own last, and its bytes [layers, 1, run_bytes]."""
+class Filled:
+    """Full blocks in a row: the names of all up to their last, and their bytes [layers, blocks, run_bytes]."""
 
     request: RequestId
     chain: list[BlockHash]
     runs: npt.NDArray[np.uint8]
+    near: SegmentId | None = None
+    """Where to store them if there is room; None: at the instance's home."""
+
+    @property
+    def count(self) -> int:
+        """How many they are, the last of the chain."""
+        return len(self.runs[0])
 
 
 class WriteBack:
@@ -37,40 +45,59 @@ class WriteBack:
     def __init__(self, mover: Mover, directory: DirectoryLink) -> None:
         self._mover = mover
         self._directory = directory
-        self._queue: asyncio.Queue[Block] = asyncio.Queue(BLOCKS_MAX)
+        self._queue: asyncio.Queue[Filled | Grant] = asyncio.Queue(BLOCKS_MAX)
+        self._waiting = 0
+        """Blocks in the queue."""
         self.near: SegmentId | None = None
         """The instance's home; heard from the registry."""
         self.written = 0
         self.dropped = 0
+        """Both in blocks."""
 
-    def offer(self, block: Block) -> None:
-        """Write this when there is time; dropped if too many wait."""
-        if self._queue.full():
-            self.dropped += 1
+    def offer(self, filled: Filled) -> None:
+        """Write these when there is time; dropped if too many wait."""
+        if self._queue.full() or (self._waiting and self._waiting + filled.count > BLOCKS_MAX):
+            self.dropped += filled.count
             return
-        self._queue.put_nowait(block)
+        self._waiting += filled.count
+        self._queue.put_nowait(filled)
+
+    def forget(self, bad: Grant) -> None:
+        """A block of the pool that could not be read as it was written shall not be found again. Best effort."""
+        if not self._queue.full():
+            self._queue.put_nowait(bad)
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            block = await self._queue.get()
+            filled = await self._queue.get()
+            if isinstance(filled, Grant):
+                await self._discard(filled)
+                continue
+            self._waiting -= filled.count
             try:
-                await self._write(block)
-                self.written += 1
+                await self._write(filled)
+                self.written += filled.count
             except DangoError as error:
-                self.dropped += 1
-                log.info("a block was not written back: %s", error, extra={"request": block.request})
+                self.dropped += filled.count
+                log.info("%d blocks not written back: %s", filled.count, error, extra={"request": filled.request})
 
-    async def _write(self, block: Block) -> None:
-        directory, chain = self._directory.get(), block.chain
-        ask = Acquire(new_lease(), block.request, blocks=[], reuse=0, unnamed=1, near=self.near)
+    async def _discard(self, bad: Grant) -> None:
+        with contextlib.suppress(DangoError):
+            await self._directory.get().discard([bad])
+
+    async def _write(self, filled: Filled) -> None:
+        directory, chain, count = self._directory.get(), filled.chain, filled.count
+        near = filled.near or self.near
+        ask = Acquire(new_lease(), filled.request, blocks=[], reuse=0, unnamed=count, near=near)
         try:
             lease = await directory.acquire(ask)
             self._mover.know(lease.places)
-            await self._mover.write_blocks(lease.targets, [block.runs[:, 0]], Priority.WRITE_BACK)
-            await directory.commit(lease.lease, [0], [chain[-1]])
+            blocks = [filled.runs[:, block] for block in range(count)]
+            await self._mover.write_blocks(lease.targets, blocks, Priority.WRITE_BACK)
+            await directory.commit(lease.lease, list(range(count)), chain[-count:])
         finally:
-            await asyncio.shield(self._release(ask.lease, chain[:-1]))
+            await asyncio.shield(self._release(ask.lease, chain[:-count]))
 
     async def _release(self, lease: LeaseId, prefix: list[BlockHash]) -> None:
         with contextlib.suppress(DangoError):  # it then ends by itself; a cancellation must go on

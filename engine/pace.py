@@ -27,13 +27,24 @@ class Pace:
         """Mean rate, in tokens a second."""
         self._timings: deque[Timing] = deque(maxlen=TIMINGS_MAX)
 
-    def count(self, tokens: int, context: int, seconds: float, steps: int = 1, *, clean: bool = True) -> None:
+    def count(
+        self,
+        tokens: int,
+        context: int,
+        seconds: float,
+        steps: int = 1,
+        *,
+        clean: bool = True,
+        rest: int = 0,
+        prefix: int = 0,
+    ) -> None:
         """Take in `steps` more passes that took `seconds` together.
 
         Of each prefill pass: the `tokens` computed and, as `context`, those of the same prompt before them. Of
         each decode step: the sequences, and the tokens whose KV it read over all of them (of several steps, the
-        mean). Several passes make one timing, of their mean. `clean` False: they did other work besides, and tell
-        nothing of how long such a pass takes. The first pass of a process is not told: it warms caches.
+        mean). Several passes make one timing, of their mean. A step that computed tokens of a prompt beside its
+        batch says how many (`rest`, `prefix`, as in a Timing). `clean` False: they did other work besides, and
+        tell nothing of how long such a pass takes. The first pass of a process is not told: it warms caches.
         """
         past = DECAY**steps if self.steps else 0.0
         cold = self.steps == 0
@@ -42,7 +53,7 @@ class Pace:
         self.step_s = past * self.step_s + (1 - past) * each
         self.tokens_s = past * self.tokens_s + (1 - past) * tokens / max(each, SECONDS_MIN)
         if clean and not cold:
-            self._timings.append(Timing(self.steps, tokens, context, each))
+            self._timings.append(Timing(self.steps, tokens, context, each, rest, prefix))
 
     def timings(self) -> list[Timing]:
         """Those since the last call, the latest TIMINGS_MAX of them, oldest first."""

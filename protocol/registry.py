@@ -72,6 +72,10 @@ class Timing(Message):
     """Of a prefill pass: tokens of the same prompt whose KV was there before. Of a decode step: tokens whose KV it
     read, over all sequences."""
     seconds: float
+    rest: int = 0
+    """Of a decode step: tokens of one prompt that it computed beside the batch; 0 if there were none."""
+    prefix: int = 0
+    """Tokens of that prompt whose KV was there before."""
 
 
 class Load(Message):

@@ -35,7 +35,7 @@ class Watch:
         """Tokens; None until the prompt is computed."""
         self.first_at: float | None = None
         self.hand_over_s: float | None = None
-        """The gap before the second token: moving the KV, and waiting for memory and a step."""
+        """The gap before the second token: moving the KV, waiting for memory and a step; 0 if nothing is moved."""
         self.last_at = 0.0
         self.count = 0
         self.gaps: list[tuple[float, int]] = []
@@ -55,6 +55,8 @@ class Watch:
         gap_s = max(now - sum(others_s) - self.last_at, 0.0)
         if self.first_at is None:
             self.first_at = now
+            if first_s:
+                self.hand_over_s = 0.0  # a decode instance drew it: nothing is moved after it
         elif self.hand_over_s is None:
             self.hand_over_s = gap_s
             self.gaps.append((max(gap_s - self._transfer_s - first_s, 0.0), 1))

@@ -112,11 +112,12 @@ class CostEngine:
         return sum(self.cost.prefill_s(len(row.tokens), row.start) for row in rows)
 
     def _step_s(self, rows: Sequence[Row]) -> float:
-        """A batch; rows that recompute several tokens cost a pass of their own beside it."""
+        """A batch, which may be empty, and beside it a pass for each row that computes several tokens. That is an
+        upper bound: a real engine reads the weights once for both."""
         plain = [row for row in rows if len(row.tokens) == 1]
         more = sum(self.cost.prefill_s(len(row.tokens), row.start) for row in rows if len(row.tokens) > 1)
         context = sum(row.start + 1 for row in plain)
-        return (self.cost.step_s(len(plain), context) if plain else 0.0) + more
+        return self.cost.step_s(len(plain), context) + more
 
     def _steps_s(self, batch: int, context: int, steps: int) -> float:
         """So many steps of a batch whose context grows by one token a row and step."""

@@ -59,6 +59,8 @@ def _conductor(setup: Setup, common: dict[str, Any]) -> ConductorConfig:
         held_tokens_max=1 << 40,
         placement=setup.placement,  # type: ignore[arg-type]  # Setup has checked it
         balancing_threshold=setup.balancing_threshold,
+        rests_on_decode=setup.rests_on_decode,
+        rest_steps_max=setup.rest_steps_max,
         admission=setup.admission,  # type: ignore[arg-type]
         reserve=setup.reserve,
         hold=setup.hold,

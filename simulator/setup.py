@@ -68,6 +68,10 @@ class Setup:
     """Which rule places requests, by its name in the Conductor."""
     balancing_threshold: float = 0.0
     """A prefix elsewhere is fetched when it is so many times as long as the own; 0: the Conductor derives it."""
+    rests_on_decode: bool = True
+    """Decode instances compute short rests of prompts themselves, where the Conductor predicts that it pays."""
+    rest_steps_max: int = 4
+    """In at most so many steps."""
     admission: str = "survival"
     """Which rule refuses requests, by its name in the Conductor."""
     reserve: bool = True
@@ -123,7 +127,7 @@ class Setup:
             "report_s",
         )
         self._require(0, False, *above)
-        self._require(1, True, "chunk_tokens", "steps_max", "stream_interval", "block_tokens")
+        self._require(1, True, "rest_steps_max", "chunk_tokens", "steps_max", "stream_interval", "block_tokens")
         self._require(
             0,
             True,

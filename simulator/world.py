@@ -26,7 +26,7 @@ from conductor.view import View
 from decode_pool.config import DecodeConfig
 from decode_pool.service import DecodeService
 from decode_pool.writeback import WriteBack
-from engine.calibrate import calibrate, decode_trials, prefill_trials
+from engine.calibrate import calibrate, decode_trials, prefill_trials, rest_trials
 from engine.pace import Pace
 from kvcache_pool.api import DirectoryLink, Place
 from kvcache_pool.index import Index
@@ -218,7 +218,8 @@ class World:
         service = DecodeService(engine, mover, back, self.manifest, config, pace)
 
         async def first() -> None:
-            await calibrate(engine, decode_trials(engine, config.batch_max), pace, CALIBRATE_S)
+            trials = [*decode_trials(engine, config.batch_max), *rest_trials(engine, config.chunk_tokens)]
+            await calibrate(engine, trials, pace, CALIBRATE_S)
 
         async def heard(news: Heard) -> None:
             back.near = None if news.home is None else SegmentId(news.home)
@@ -282,8 +283,9 @@ class World:
     def _role(
         self, pool: Pool, name: str, host: str, life: Incarnation | None = None, *, directory: bool = False
     ) -> Role:
-        kind = f"{self.plan.cost.name}/{pool.value}"
-        return Role(pool, InstanceId(name), life or self._life(), host, self.manifest, directory, kind)
+        return Role(
+            pool, InstanceId(name), life or self._life(), host, self.manifest, directory, self.plan.cost.name
+        )
 
     def _life(self) -> Incarnation:
         return Incarnation(f"life-{next(self._lives)}")

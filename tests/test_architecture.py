@@ -34,6 +34,7 @@ SERVICES = {"conductor", "prefill_pool", "decode_pool", "kvcache_pool"}
 PURE = {
     "conductor/admit.py",
     "conductor/place.py",
+    "conductor/rest.py",
     "conductor/view.py",
     "conductor/estimate.py",
     "conductor/forecast.py",

@@ -86,6 +86,7 @@ def test_what_makes_no_sense_is_not_learned() -> None:
     estimates = Estimates()
     nonsense = [(0, 1, 1.0), (-5, 1, 1.0), (1, -1, 1.0), (1, 1, 0.0), (1, 1, float("nan")), (1, 1, float("inf"))]
     timings = [Timing(step, *rest) for step, rest in enumerate(nonsense, 1)]
+    timings += [Timing(7, 1, 1, 1.0, -1, 0), Timing(8, 1, 1, 1.0, 1, -1)]
     estimates.learn(Pool.DECODE, "a", ONE, timings, 0.0)
     assert estimates.fresh(Pool.DECODE, "a", 0.0) == 0
     assert estimates.step("a") == StepLine(*STEP_PRIOR)
@@ -157,3 +158,48 @@ def test_without_evidence_a_long_prompt_is_cut_as_usual() -> None:
     estimates.learn(Pool.PREFILL, "a", ONE, [Timing(1, 22, 0, 0.1)], 0.0)
     one = estimates.prefill_s("a", CHUNK_TOKENS, 0)
     assert estimates.prefill_s("a", 2 * CHUNK_TOKENS, 0) == pytest.approx(2 * one, rel=0.2)
+
+
+def rests(count: int, line: StepLine, first: int = 1) -> list[Timing]:
+    """Steps that computed part of a prompt besides."""
+    dice, timings = random.Random(1), []
+    for step in range(first, first + count):
+        batch, rest, prefix = dice.randint(1, 32), dice.randint(1, CHUNK), dice.randint(0, 1000)
+        context = batch * dice.randint(10, 1000)
+        timings.append(Timing(step, batch, context, line.at(batch, context) + pass_s(rest, prefix), rest, prefix))
+    return timings
+
+
+def test_what_a_prompt_adds_to_a_step_is_learned_apart_from_the_step() -> None:
+    estimates, line = Estimates(), StepLine(0.02, 1e-4, 1e-7)
+    estimates.learn(Pool.DECODE, "a", ONE, steps(100, line), 0.0)
+    estimates.learn(Pool.DECODE, "a", ONE, rests(100, line, first=101), 0.0)
+    rest = estimates.rest("a")
+    assert rest is not None
+    assert rest.at(50, 500) == pytest.approx(pass_s(50, 500), rel=0.05)
+    assert rest.chunk == pytest.approx(CHUNK, abs=5)
+    assert estimates.step_s("a", 16, 8000) == pytest.approx(line.at(16, 8000), rel=0.05)
+
+
+def test_before_rests_were_measured_passes_of_the_very_kind_stand_in_for_them() -> None:
+    estimates, line = Estimates(), StepLine(0.02, 1e-4, 1e-7)
+    estimates.learn(Pool.PREFILL, "a", ONE, prompts(50), 0.0)
+    assert estimates.rest("a") is None, "its steps are not known"
+    estimates.learn(Pool.DECODE, "a", TWO, steps(20, line), 0.0)
+    rest = estimates.rest("a")
+    assert rest is not None
+    assert rest.at(50, 500) == pytest.approx(pass_s(50, 500), rel=0.05)
+    estimates.learn(Pool.DECODE, "b", Incarnation("three"), steps(20, line), 0.0)
+    assert estimates.rest("b") is None, "what another kind takes says nothing of what this one can bear"
+    estimates.learn(Pool.DECODE, "b", Incarnation("three"), rests(20, line, first=21), 0.0)
+    assert estimates.rest("b") is not None
+
+
+def test_a_rest_that_seems_to_cost_nothing_is_not_believed_to() -> None:
+    estimates, line = Estimates(), StepLine(0.02, 1e-4, 1e-7)
+    estimates.learn(Pool.DECODE, "a", ONE, steps(50, line), 0.0)
+    fast = [Timing(step, 1, 100, line.at(1, 100) / 2, 64, 0) for step in range(51, 71)]
+    estimates.learn(Pool.DECODE, "a", ONE, fast, 0.0)
+    rest = estimates.rest("a")
+    assert rest is not None
+    assert rest.at(64, 0) > 0.0

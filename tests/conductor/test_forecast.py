@@ -386,3 +386,15 @@ def test_a_choice_is_the_least_step_and_always_the_same(several, outlook):
     assert best == choose(reversed(instances), SameForAll(), outlook)
     rivals = [outlook.of(instance, LINE) for instance in instances]
     assert (not best.fits, best.step_s) == min((not rival.fits, rival.step_s) for rival in rivals)
+
+
+def test_a_step_is_longer_while_part_of_a_prompt_is_computed_beside_it():
+    rest = running(since=0.0, said=0)
+    rest.due_at = NOW + 2
+    plain = forecast(rest)
+    rest.rest_s = 0.5
+    assert forecast(rest).step_s == pytest.approx(plain.step_s + 0.5), "it is under way at the hand-over"
+    rest.due_at = NOW + 1.9
+    assert forecast(rest).step_s == pytest.approx(plain.step_s), "it will be over by then"
+    rest.due_at, rest.said = NOW + 2, 1
+    assert forecast(rest).step_s < plain.step_s + 0.1, "its first token is there"

@@ -39,3 +39,9 @@ def test_reports_at_short_intervals_are_counted_too() -> None:
     for report in range(1000):
         kind.learn(passes((1, 10)), now=0.1 * report)
     assert abs(kind.fresh(100.0) - 10 * FRESH_S) <= 10
+
+
+def test_the_largest_part_of_a_prompt_in_a_step_is_the_chunk_of_rests() -> None:
+    kind = Kind(Pool.DECODE)
+    kind.learn([Timing(step, 4, 100, 0.1, rest) for step, rest in enumerate((16, 64, 32), 1)], now=0.0)
+    assert kind.rest_chunk == 64

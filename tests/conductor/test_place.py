@@ -1,4 +1,4 @@
-"""Where a prompt goes, on small views: Algorithm 1, its rivals, what fetching is worth, what decode computes."""
+"""Where a prompt goes, on small views: Algorithm 1, its rivals, what fetching is worth."""
 
 import math
 import random

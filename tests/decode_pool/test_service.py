@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
 from decode_pool.api import Decode, DecodeBusy, Ended, Joined, Tokens, TooLong
 from decode_pool.config import DecodeConfig
 from decode_pool.service import DecodeService
-from decode_pool.writeback import Block
+from decode_pool.writeback import Filled
 from engine.api import EndReason, Row, Sampled, Sampling
 from kvcache_pool.api import Grant, Priority
 from protocol.blocks import block_hashes
@@ -27,10 +28,17 @@ class Kept:
     """In place of a WriteBack: keeps what it is offered."""
 
     def __init__(self) -> None:
-        self.blocks: list[Block] = []
+        self.blocks: list[Filled] = []
+        """One by one, whether or not they were offered together."""
+        self.forgotten: list[Grant] = []
 
-    def offer(self, block: Block) -> None:
-        self.blocks.append(block)
+    def offer(self, filled: Filled) -> None:
+        for block in range(filled.count):
+            chain = filled.chain[: len(filled.chain) - filled.count + block + 1]
+            self.blocks.append(replace(filled, chain=chain, runs=filled.runs[:, block : block + 1]))
+
+    def forget(self, bad: Grant) -> None:
+        self.forgotten.append(bad)
 
 
 class Bench:
@@ -56,6 +64,13 @@ class Bench:
         names = block_hashes(MANIFEST.root(), covered)
         prompt_ids, said_ids = token_ids(prompt), token_ids(said)
         return Decode(RequestId(name), 0, prompt_ids, said_ids, names, "", "", grants, [], sampling)
+
+    async def begun(self, prompt: list[int], tokens: int, cached: int, name: str = "r", **more: object) -> Decode:
+        """A Decode of which only the first `cached` blocks of the prompt are stored: the rest is computed here."""
+        whole = await self.stored(prompt, tokens, name)
+        assert cached <= len(whole.blocks)
+        change = {"output": token_ids(), "blocks": whole.blocks[:cached], "sources": whole.sources[:cached]}
+        return Decode(**{**vars(whole), **change, **more})  # type: ignore[arg-type]
 
     async def decode(self, message: Decode) -> tuple[list[int], Ended]:
         """All tokens of the answer, the given ones included, and how it ended."""
@@ -117,6 +132,7 @@ async def test_a_block_that_cannot_be_loaded_is_recomputed(bad: int):
         del bench.mover.runs[SEGMENT, bad, 1, 1]
         tokens, _ = await bench.decode(message)
         assert tokens == foretell(PROMPT, 12)
+        assert bench.kept.forgotten == ([message.sources[bad]] if bad < len(message.blocks) else [])
 
 
 async def test_an_answer_taken_over_midway_goes_on_the_same():
@@ -181,9 +197,120 @@ async def test_what_can_never_fit_and_what_is_one_too_many_is_refused():
 async def test_messages_that_do_not_fit_together_are_refused():
     async with a_bench() as bench:
         good = await bench.stored(PROMPT, 4)
-        for change in ({"output": token_ids()}, {"sources": good.sources[1:]}, {"blocks": good.blocks[1:]}):
+        more, none = [*good.sources, good.sources[0]], token_ids()
+        for change in (
+            {"prompt": none, "output": none, "sources": [], "blocks": []},
+            {"sources": more},
+            {"sources": good.sources[2:]},
+            {"blocks": good.blocks[1:]},
+            {"chunk_tokens": -1},
+        ):
             with pytest.raises(BadMessage):
                 await bench.decode(Decode(**{**vars(good), **change}))
+
+
+# -- the rest of a prompt ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cached", [0, 1, 3, 4])
+@pytest.mark.parametrize("steps_max", [1, 8])
+async def test_the_rest_of_a_prompt_is_computed_here_and_the_first_token_drawn(cached: int, steps_max: int):
+    async with a_bench(steps_max=steps_max) as bench:
+        tokens, ended = await bench.decode(await bench.begun(PROMPT, 12, cached))
+        assert (tokens, ended.reason) == (foretell(PROMPT, 12), EndReason.LENGTH)
+        assert bench.engine.tokens_computed == len(PROMPT) - 4 * cached + 11
+
+
+@pytest.mark.parametrize(("chunk", "own", "passes"), [(0, 256, 1), (0, 5, 3), (4, 256, 4), (256, 5, 3)])
+async def test_a_rest_is_computed_in_chunks_of_what_was_asked_for_and_no_more_than_is_set(
+    chunk: int, own: int, passes: int
+):
+    async with a_bench(chunk_tokens=own) as bench:
+        message = await bench.begun(PROMPT, 1, 1, chunk_tokens=chunk)
+        assert (await bench.decode(message))[0] == foretell(PROMPT, 1)
+        assert bench.engine.passes == passes
+
+
+async def test_rests_beside_a_running_batch_change_no_word_of_it():
+    async with a_bench(FakeEngine(pages=256), chunk_tokens=4, steps_max=3) as bench:
+        prompts = [[n, *PROMPT] for n in range(8)]
+        messages = [
+            await (bench.begun(p, 10, n % 5, name=str(n)) if n % 2 else bench.stored(p, 10, name=str(n)))
+            for n, p in enumerate(prompts)
+        ]
+        answers = await asyncio.gather(*(bench.decode(message) for message in messages))
+        assert [tokens for tokens, _ in answers] == [foretell(p, 10) for p in prompts]
+
+
+async def test_a_rest_that_is_preempted_begins_again_and_says_the_same():
+    async with a_bench(FakeEngine(pages=14), chunk_tokens=2) as bench:
+        prompts = [[n, *PROMPT[:6]] for n in range(6)]
+        messages = [await bench.begun(p, 24, 1, name=str(n)) for n, p in enumerate(prompts)]
+        answers = await asyncio.gather(*(bench.decode(message) for message in messages))
+        assert [tokens for tokens, _ in answers] == [foretell(p, 24) for p in prompts]
+        assert bench.service.load().preempted > 0
+
+
+@pytest.mark.parametrize("write_back", [False, True])
+async def test_blocks_of_a_prompt_that_are_computed_here_are_always_stored_those_of_answers_if_wanted(
+    write_back: bool,
+):
+    near = SegmentId("kvcache-7")
+    async with a_bench(write_back=write_back) as bench:
+        tokens, _ = await bench.decode(await bench.begun(PROMPT, 12, 1, near=near))
+        names = block_hashes(MANIFEST.root(), [*PROMPT, *tokens[:-1]])
+        kept = bench.kept.blocks
+        assert [block.chain for block in kept] == [names[:n] for n in range(2, 8 if write_back else 5)]
+        assert {block.near for block in kept} == {near}
+        writer = FakeEngine(pages=8)
+        await writer.step([Row([*PROMPT, *tokens[:-1]], 0, list(range(8)))])
+        for page, block in enumerate(kept, 1):
+            assert all((block.runs[layer, 0] == writer.runs(layer)[page]).all() for layer in range(3))
+
+
+async def test_the_first_token_waits_for_no_other():
+    """Neither for those that are gathered with it, nor for the end of a run, where the rest is one token."""
+    for cached in (1, 4):
+        async with a_bench(stream_interval=5, steps_max=8) as bench:
+            items: list[Tokens] = []
+
+            async def send(item: Message, *_: object, items: list[Tokens] = items) -> None:
+                if isinstance(item, Tokens):
+                    items.append(item)
+
+            prompt = PROMPT[:17]
+            await bench.service.decode(await bench.begun(prompt, 12, cached), Ask([], 10.0, send))
+            assert len(items[0].tokens) == 1
+            assert [token for item in items for token in item.tokens] == foretell(prompt, 12)
+
+
+async def test_joined_says_what_came_from_the_pool():
+    async with a_bench() as bench:
+        for bad, loaded in ((None, 12), (1, 4)):
+            items: list[Joined] = []
+
+            async def send(item: Message, *_: object, items: list[Joined] = items) -> None:
+                if isinstance(item, Joined):
+                    items.append(item)
+
+            message = await bench.begun(PROMPT, 2, 3)
+            if bad is not None:
+                del bench.mover.runs[SEGMENT, message.sources[bad].slot, 1, 2]
+            await bench.service.decode(message, Ask([], 10.0, send))
+            assert [item.loaded_tokens for item in items] == [loaded]
+
+
+async def test_a_step_with_one_rest_is_told_with_its_sizes_and_one_with_two_is_not():
+    async with a_bench(FakeEngine(pages=256, layer_s=0.002), chunk_tokens=4) as bench:
+        other = asyncio.create_task(bench.decode(await bench.stored(PROMPT, 60, name="other")))
+        await asyncio.sleep(0.03)
+        await bench.decode(await bench.begun(PROMPT, 1, 2, name="one"))
+        rests = [(t.tokens, t.rest, t.prefix) for t in bench.service.load().timings if t.rest]
+        assert rests == [(1, 4, 8), (1, 4, 12), (1, 2, 16)]
+        two = [bench.decode(await bench.begun([n, *PROMPT], 1, 2, name=f"two {n}")) for n in range(2)]
+        await asyncio.gather(*two)
+        assert not any(timing.rest for timing in bench.service.load().timings)
+        await other
 
 
 class Counted(FakeEngine):

@@ -3,14 +3,15 @@
 import asyncio
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from decode_pool.writeback import BLOCKS_MAX, Block, WriteBack
-from kvcache_pool.api import Directory, DirectoryLink, new_lease
+from decode_pool.writeback import BLOCKS_MAX, Filled, WriteBack
+from kvcache_pool.api import Acquire, Directory, DirectoryLink, Grant, Lease, new_lease
 from protocol.errors import PeerLost
-from protocol.ids import BlockHash, LeaseId, RequestId
+from protocol.ids import BlockHash, LeaseId, RequestId, SegmentId
 from tests.fakes import MemoryMover
 from tests.kvcache_pool.builders import LAYOUT, a_pool, an_ask, names
 
@@ -23,16 +24,17 @@ class Link(DirectoryLink):
         return self._fixed
 
 
-def a_block(*numbers: int) -> Block:
-    runs = np.full((LAYOUT.layers, 1, LAYOUT.run_bytes), numbers[-1], np.uint8)
-    return Block(RequestId("r"), names(*numbers), runs)
+def a_block(*numbers: int, count: int = 1) -> Filled:
+    """The last `count` of a chain."""
+    runs = np.full((LAYOUT.layers, count, LAYOUT.run_bytes), numbers[-1], np.uint8)
+    return Filled(RequestId("r"), names(*numbers), runs)
 
 
-async def written(back: WriteBack, *blocks: Block) -> None:
+async def written(back: WriteBack, *blocks: Filled) -> None:
     """Offer blocks and wait until each is written or dropped."""
+    wanted = back.written + back.dropped + sum(block.count for block in blocks)
     for block in blocks:
         back.offer(block)
-    wanted = back.written + back.dropped + len(blocks)
     task = asyncio.create_task(back.run())
     async with asyncio.timeout(5):
         while back.written + back.dropped < wanted:  # noqa: ASYNC110 - a test may poll
@@ -74,11 +76,68 @@ async def test_a_full_pool_costs_the_block_and_nothing_else(tmp_path: Path):
         assert back.written == 1
 
 
+async def test_blocks_in_a_row_are_written_together_under_their_names(tmp_path: Path):
+    async with a_pool(tmp_path, 8) as pool:
+        mover = MemoryMover()
+        back = WriteBack(mover, Link(pool.directory))
+        await written(back, a_block(1), a_block(1, 2, 3, 4, count=3))
+        assert (back.written, back.dropped) == (4, 0)
+        assert (await pool.directory.lookup(names(1, 2, 3, 4))).reach == 4
+        assert mover.writes == 4 * LAYOUT.layers
+        stats = await pool.directory.stats()
+        assert (stats.cached, stats.leases, stats.reserved) == (4, 0, 0)
+
+
+async def test_a_block_goes_where_it_is_said_to_belong(tmp_path: Path):
+    asked: list[SegmentId | None] = []
+
+    class Noted(Directory):
+        async def acquire(self, ask: Acquire) -> Lease:
+            asked.append(ask.near)
+            return await super().acquire(ask)
+
+    async with a_pool(tmp_path, 4) as pool:
+        back = WriteBack(MemoryMover(), Link(Noted(pool.directory._client)))
+        back.near = SegmentId("home")
+        await written(back, a_block(1), replace(a_block(1, 2), near=SegmentId("elsewhere")))
+    assert asked == ["home", "elsewhere"]
+
+
+async def test_a_bad_block_is_forgotten_and_without_a_directory_nothing_happens(tmp_path: Path):
+    async with a_pool(tmp_path, 4) as pool:
+        back = WriteBack(MemoryMover(), Link(pool.directory))
+        await written(back, a_block(1))
+        lease = await pool.directory.acquire(an_ask(names(1), reuse=1))
+        await pool.directory.release(lease.lease)
+        back.forget(lease.sources[0])
+        await written(back, a_block(2))  # after it
+        assert (await pool.directory.lookup(names(1))).reach == 0
+
+        class Away(Directory):
+            async def discard(self, grants: list[Grant]) -> None:
+                raise PeerLost("no directory is known")
+
+        back = WriteBack(MemoryMover(), Link(Away(pool.directory._client)))
+        back.forget(lease.sources[0])
+        await written(back, a_block(3))
+        assert back.written == 1
+
+
 async def test_the_queue_is_bounded():
     back = WriteBack(MemoryMover(), Link(Directory.__new__(Directory)))
     for _ in range(BLOCKS_MAX + 3):
         back.offer(a_block(1))
     assert back.dropped == 3
+    back.offer(a_block(1, 2, 3, count=2))
+    assert back.dropped == 5
+
+
+async def test_what_one_step_filled_is_taken_whole_if_nothing_else_waits():
+    back = WriteBack(MemoryMover(), Link(Directory.__new__(Directory)))
+    numbers = range(BLOCKS_MAX + 3)
+    back.offer(a_block(*numbers, count=len(numbers)))
+    back.offer(a_block(1))
+    assert back.dropped == 1
 
 
 def test_names_of_leases_are_unlike():

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from engine.calibrate import BATCHES, PREFILLS, calibrate, decode_trials, prefill_trials
+from engine.calibrate import BATCHES, PREFILLS, RESTS, calibrate, decode_trials, prefill_trials, rest_trials
 from engine.pace import Pace
 from engine.paging import pages_for
 from tests.fakes import LAYOUT, FakeEngine
@@ -47,7 +47,8 @@ def test_the_first_of_a_size_warms_up_and_is_not_told() -> None:
 @pytest.mark.parametrize("pages", [1, 9, 64, 200])
 def test_what_has_no_room_is_left_out(pages: int) -> None:
     engine = FakeEngine(pages=pages)
-    for trial in [*prefill_trials(engine, chunk_tokens=64), *decode_trials(engine, batch_max=64)]:
+    trials = [*decode_trials(engine, batch_max=64), *rest_trials(engine, chunk_tokens=64)]
+    for trial in [*prefill_trials(engine, chunk_tokens=64), *trials]:
         taken = [page for row in trial.rows for page in row.pages]
         assert len(taken) == len(set(taken)) <= pages
         assert max(taken) < pages
@@ -95,3 +96,15 @@ async def test_memory_that_holds_no_numbers_does_no_harm() -> None:
         engine.runs(layer)[:] = 0xFF
     await calibrate(engine, decode_trials(engine, batch_max=1), Pace(), LONG_S)
     assert not (engine.runs(0)[0] == 0xFF).all()
+
+
+async def test_rests_are_told_with_their_sizes_and_those_of_the_batch() -> None:
+    engine, pace = a_roomy_engine(), Pace()
+    trials = rest_trials(engine, chunk_tokens=128)
+    assert [(trial.rest, trial.prefix) for trial in trials] == [*RESTS, (128, 0)]
+    await calibrate(
+        engine, [*decode_trials(engine, batch_max=1), *trials, *rest_trials(engine, 128)], pace, LONG_S
+    )
+    told = [timing for timing in pace.timings() if timing.rest]
+    assert {(timing.tokens, timing.context) for timing in told} == {(1, 33)}
+    assert [(timing.rest, timing.prefix) for timing in told[:3]] == [(16, 0), (16, 256), (64, 256)]

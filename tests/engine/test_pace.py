@@ -85,3 +85,10 @@ def test_a_pass_that_did_other_work_besides_counts_and_is_not_told() -> None:
     pace.count(4, 40, 1.0)
     pace.count(4, 40, 5.0, clean=False)
     assert (pace.steps, pace.timings()) == (2, [])
+
+
+def test_what_a_step_computed_of_a_prompt_is_told_with_it() -> None:
+    pace = Pace()
+    pace.count(4, 40, 1.0)
+    pace.count(4, 40, 1.5, rest=16, prefix=32)
+    assert pace.timings() == [Timing(2, 4, 40, 1.5, rest=16, prefix=32)]

@@ -42,7 +42,9 @@ def shaped(request: pytest.FixtureRequest, tiny: Path) -> Iterator[Service]:
 def test_cold_and_warm_say_what_transformers_says(shaped: Service, referee: Referee) -> None:
     for length in (20, 33, 700):  # the last in three chunks
         prompt = a_prompt(length, seed=length)
-        cold, warm = (shaped.client.complete(prompt, TOKENS) for _ in range(2))
+        cold = shaped.client.complete(prompt, TOKENS)
+        shaped.client.at_rest()  # what decode computed of a prompt is stored a little later
+        warm = shaped.client.complete(prompt, TOKENS)
         assert text_of(cold) == text_of(warm) == referee.says(prompt)
         assert (cached(cold), cached(warm)) == (0, (length - 1) // BLOCK * BLOCK)
         assert shaped.client.streamed(prompt, TOKENS).text == referee.says(prompt)
@@ -61,6 +63,29 @@ def test_the_next_turn_finds_what_decoding_made(
     two = request.node.callspec.id == "two of each"
     assert cached(answer) in ({made, prefilled} if two else {made})
     assert text_of(answer) == referee.says(turn)
+
+
+def test_turns_whose_rest_decode_computes_say_what_transformers_says(shaped: Service, referee: Referee) -> None:
+    """While prefill is busy with long prompts, what a turn adds is computed beside the batch."""
+
+    def rests() -> float:
+        return shaped.client.metrics()["dango:rests_on_decode_total"]
+
+    before, turn = rests(), a_prompt(40, seed=40)
+    with ThreadPoolExecutor(2) as threads:
+        for number in range(12):
+            long = [a_prompt(1500, seed=2000 + 2 * number + n) for n in range(2)]
+            busy = [threads.submit(shaped.client.complete, prompt, 1) for prompt in long]
+            answer = shaped.client.complete(turn, TOKENS)
+            assert text_of(answer) == referee.says(turn)
+            assert cached(answer) % BLOCK == 0
+            turn = [*turn, *referee.tokens(turn, TOKENS), 9, 8, 7 + number]
+            for one in busy:
+                one.result()
+            if rests() >= before + 3:
+                break
+    assert rests() >= before + 3
+    shaped.client.at_rest()
 
 
 def test_sixteen_at_once_say_what_each_says_alone(shaped: Service, referee: Referee) -> None:

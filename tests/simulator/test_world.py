@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from conductor.ask import Ask
+from conductor.view import Prefilling
 from kvcache_pool.leases import QUARANTINE_S
 from protocol.ids import RequestId
 from protocol.registry import DEAD_AFTER_REPORTS, REPORT_EVERY_S, Pool
@@ -88,6 +89,29 @@ def test_requests_end_with_their_conductor_and_what_they_held_comes_back() -> No
         await asyncio.sleep(60.0 + QUARANTINE_S)
         check_rest(world)
         assert told.said[0] == told.client.expected[0][: len(told.said[0])]
+
+    in_world(main)
+
+
+def test_short_rests_are_computed_in_decode_where_prefill_is_busy() -> None:
+    """The exact engine tells each byte of KV that is wrong."""
+
+    async def main(world: World) -> None:
+        await asyncio.sleep(2 * REPORT_EVERY_S)  # what instances have tried at their start is known by then
+        prefills = world.view.of(Pool.PREFILL)
+        for instance in prefills:
+            work = Prefilling(1, 0, 60.0, asyncio.get_running_loop().time())
+            world.view.enter(instance, (RequestId("elsewhere"), 0), work)
+        engines = [world.members[one.name].engine for one in prefills]
+        computed_s = [engine.computed_s for engine in engines if engine is not None]
+        for number in (0, 1, 0):
+            await served(world, number)
+        assert computed_s == [engine.computed_s for engine in engines if engine is not None]
+        for instance in prefills:
+            world.view.release(instance, (RequestId("elsewhere"), 0), 0.0)
+        await asyncio.sleep(1.0)
+        check_rest(world)
+        assert world.memory.corrupted == 0
 
     in_world(main)
 
