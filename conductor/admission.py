@@ -174,6 +174,7 @@ class Admission:
             plan.prefill.kind,
             len(wanted.choices),
             held.key in self._line,
+            wanted.prompt.avoid,
         )
         judge = self.gate.best if wanted.promised else self.gate.judge
         judgement = judge(candidate, self._view, self.estimates, self.lengths, now)
@@ -273,7 +274,8 @@ class Admission:
         if admitted.refused is not None:
             raise admitted.refused
         wanted, now = admitted.wanted, _now()
-        candidate = Candidate(wanted.prompt.tokens, wanted.priority, wanted.limits, wanted.arrived_at)
+        prompt = wanted.prompt
+        candidate = Candidate(prompt.tokens, wanted.priority, wanted.limits, wanted.arrived_at, avoid=prompt.avoid)
         judge = self.gate.best if wanted.promised or admitted.handed_over else self.gate.hand_over
         judgement = judge(candidate, self._view, self.estimates, self.lengths, now)
         if judgement.verdict is Verdict.HOLD:

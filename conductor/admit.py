@@ -11,6 +11,7 @@ not full.
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -19,6 +20,7 @@ from conductor.estimate import Estimates
 from conductor.forecast import PRESENCES, STALE_REPORTS, Forecast, Outlook, Presence, survival
 from conductor.lengths import Lengths
 from conductor.view import Instance, View
+from protocol.ids import Incarnation
 from protocol.registry import Pool
 
 NONE, AT_DECODE = "none", "at_decode"
@@ -91,6 +93,8 @@ class Candidate:
     """Answers that it asks for."""
     held: bool = False
     """Whether it has waited for room in decode: if its time then runs out, that was the reason."""
+    avoid: Collection[Incarnation] = ()
+    """Lives of instances that have failed it."""
 
     @property
     def prefill_s(self) -> float:
@@ -145,6 +149,11 @@ class _Scene:
     estimates: Estimates
     lengths: Lengths
     now: float
+
+    @property
+    def decodes(self) -> list[Instance]:
+        """Where it may decode."""
+        return self.view.able(Pool.DECODE, self.now, self.candidate.avoid)
 
     @property
     def waited_s(self) -> float:
@@ -206,7 +215,7 @@ class Gate:
         scene = _Scene(done, view, estimates, lengths, now)
         if self.rules.policy != AT_DECODE:
             return _admit(scene, self._ranked(scene, reserve=False))
-        tested = self._outlook(scene, PRESENCES[AT_DECODE], now).rank(view.of(Pool.DECODE), estimates)
+        tested = self._outlook(scene, PRESENCES[AT_DECODE], now).rank(scene.decodes, estimates)
         return self._decide(scene, tested, hold=not self._late(scene))
 
     def best(
@@ -298,7 +307,7 @@ class Gate:
         must count what is on its way, or all go where it is emptiest now. At the hand-over without one: what comes
         much later has a choice of its own then, and would outweigh what is there."""
         outlook = self._outlook(scene, survival, scene.hand_over_at, reserve=reserve)
-        return outlook.rank(scene.view.of(Pool.DECODE), scene.estimates)
+        return outlook.rank(scene.decodes, scene.estimates)
 
     def _tested(self, scene: _Scene, ranked: list[Forecast]) -> list[Forecast]:
         """The same instances in the same order, as the policy sees them."""

@@ -20,6 +20,7 @@ from conductor.metrics import Metrics
 from conductor.peers import Peers
 from conductor.place import Placement, Prompt
 from conductor.registry import Registry
+from conductor.retries import Retries
 from conductor.view import Instance, View
 from decode_pool.api import Decode, DecodeBusy, Ended, Joined, Tokens
 from engine.api import Sampled
@@ -27,7 +28,7 @@ from engine.ending import end_of
 from kvcache_pool.api import Acquire, DirectoryLink, Found, Grant, LeaseLost, PoolFull, new_lease
 from prefill_pool.api import Prefill, PrefillBusy, Prefilled, PrefixLost, StoreLost
 from protocol.blocks import block_hashes
-from protocol.errors import Abandoned, BadMessage, DangoError, DeadlineExceeded, PeerLost
+from protocol.errors import Abandoned, BadMessage, Broken, DangoError, DeadlineExceeded, PeerLost
 from protocol.ids import BlockHash, Ids, RequestId
 from protocol.message import Message
 from protocol.rpc import Client
@@ -42,7 +43,10 @@ RETRY_BUSY_S = 1.0
 ROUNDING_S = 0.001
 """Two deadlines that are meant to be the same differ by less."""
 
-AGAIN = (PeerLost, Abandoned, DeadlineExceeded, PrefixLost, StoreLost, LeaseLost)
+FAULTS = (PeerLost, Broken, PrefixLost, StoreLost)
+"""Failures of an instance: its connection, its machine, or its way to the pool."""
+
+AGAIN = (*FAULTS, Abandoned, DeadlineExceeded, LeaseLost)
 """Failures of an instance or of the pool, not of the request: another placement may well succeed."""
 
 BUSY = (PoolFull, PrefillBusy, DecodeBusy)
@@ -73,6 +77,7 @@ class Dispatcher:
         self._admission = admission
         self._in_flight_max = in_flight_max
         self._room = Room()
+        self._retries = Retries(in_flight_max)
         self._in_flight = 0
         self._draining = False
         self._timeouts: set[asyncio.Timeout] = set()
@@ -129,12 +134,16 @@ class Dispatcher:
         try:
             return await self._attempt(job, choices)
         except AGAIN as error:
-            log.warning("placed again: %s", error, extra={"request": job.request})
-            self._metrics.replaced()
+            failure = error
         for choice in choices:
             await self._end_if_over(job, choice)
         # The choices have gone different ways by now, so each is a prompt, and a request, of its own.
         left = [(replace(job, request=RequestId(f"{job.request}.{c.index}")), c) for c in choices if not c.ended]
+        if not self._retries.take(len(left)):
+            self._metrics.not_replaced()
+            raise failure
+        log.warning("placed again: %s", failure, extra={"request": job.request})
+        self._metrics.replaced()
         job.told.apart = len(left) > 1
         await together(self._attempt(again, [choice]) for again, choice in left)
 
@@ -164,7 +173,7 @@ class Dispatcher:
         reusable = (tokens - 1) // self._view.manifest.layout.block_tokens
         return Wanted(
             request=job.request,
-            prompt=Prompt(tokens, reusable),
+            prompt=Prompt(tokens, reusable, job.failed_by),
             choices=[choice.index for choice in choices],
             priority=job.ask.priority,
             limits=job.ask.limits,
@@ -203,7 +212,7 @@ class Dispatcher:
             samplings=[choice.sampling for choice in choices],
             copies=lease.copies,
         )
-        async with self._watched(plan.prefill):
+        async with self._watched(job, plan.prefill):
             prefilled = await self._peer(plan.prefill).call(message, Prefilled, within_s=job.left_s)
         placed.admitted.prefilled()
         if plan.source is not None and plan.own == 0 and prefilled.load_s:  # else part of the time was for its own
@@ -243,7 +252,7 @@ class Dispatcher:
         """Decode, from the second token on."""
         began, message = _now(), self._decode(job, choice, placed)
         async with (
-            self._watched(instance),
+            self._watched(job, instance),
             self._peer(instance).stream(message, within_s=job.left_s) as stream,
         ):
             async for answer in stream:
@@ -308,19 +317,26 @@ class Dispatcher:
     def _peer(self, instance: Instance) -> Client:
         """The connection to an instance. Raises PeerLost if it was given up since the request was placed there: a
         connection that is made after that is nobody's to close."""
-        living = self._view.find(instance.name)
-        if living is None or living.incarnation != instance.incarnation:
+        if not self._view.lives(instance):
             raise PeerLost(f"{instance.name} was given up")
         return self._peers.of(instance)
 
     @contextlib.asynccontextmanager
-    async def _watched(self, instance: Instance) -> AsyncIterator[None]:
-        """If the connection to `instance` breaks, place nothing more there until it registers again."""
+    async def _watched(self, job: Job, instance: Instance) -> AsyncIterator[None]:
+        """Remember whether `instance` did what it was given. If its connection breaks, place nothing more there
+        until it registers again."""
+        began, health = _now(), self._view.health
         try:
             yield
-        except PeerLost:
-            await self._registry.give_up(instance)
+        except FAULTS as error:
+            job.failed_by.add(instance.incarnation)
+            if self._view.lives(instance) and health.failed(instance.incarnation, began, _now()):
+                log.warning("ejected: %s", error, extra={"instance": instance.name})
+                self._metrics.ejected(instance.pool)
+            if isinstance(error, PeerLost):
+                await self._registry.give_up(instance)
             raise
+        health.succeeded(instance.incarnation, began)
 
     @contextlib.contextmanager
     def _logged(self, job: Job, choices: list[Choice]) -> Iterator[None]:
@@ -356,6 +372,7 @@ class Dispatcher:
         """Count a request in flight. Raises Refused beyond the bound."""
         if self._draining:
             raise Refused(Refusal("draining", "the service is shutting down", RETRY_BUSY_S))
+        self._retries.came()
         if self._in_flight >= self._in_flight_max:
             text = f"{self._in_flight} requests are in flight, as many as are allowed"
             raise Refused(Refusal("queue_full", text, RETRY_BUSY_S, 429))

@@ -8,7 +8,7 @@ from conductor.ask import Ask, Reply
 from conductor.lease import HeldLease
 from engine.api import Sampling
 from kvcache_pool.api import Lease
-from protocol.ids import BlockHash, Ids, RequestId, token_ids
+from protocol.ids import BlockHash, Ids, Incarnation, RequestId, token_ids
 
 
 @dataclass
@@ -35,6 +35,8 @@ class Job:
     reused_tokens: int = 0
     told: Told = field(default_factory=Told)
     """One for all jobs that this request has become."""
+    failed_by: set[Incarnation] = field(default_factory=set)
+    """Lives of instances that have failed it: it is not placed there again. One for all jobs, as above."""
 
     def admitted(self) -> None:
         """An attempt begins; the client hears of the first."""

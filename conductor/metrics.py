@@ -135,8 +135,16 @@ class Metrics:
         self._placed.inc()
 
     def replaced(self) -> None:
-        """A prompt was placed again, since an instance died."""
+        """A prompt was placed again, since an instance failed it."""
         self._replaced.inc()
+
+    def not_replaced(self) -> None:
+        """A prompt that an instance failed was not placed again: too many have been."""
+        self._not_replaced.inc()
+
+    def ejected(self, pool: Pool) -> None:
+        """An instance failed too often, or its probe did: it is left alone for a while."""
+        self._ejections[pool].inc()
 
     # --- the judgement
 
@@ -242,7 +250,14 @@ class Metrics:
         self._evicted = self._counter("dango:evicted_blocks", "Blocks evicted.")
         self._bad_frames = self._counter("dango:bad_frames", "Frames dropped because they were no message.")
         self._placed = self._counter("dango:placements", "Prompts that were given their instances.")
-        self._replaced = self._counter("dango:replacements", "Prompts placed again since an instance died.")
+        self._replaced = self._counter("dango:replacements", "Prompts placed again since an instance failed.")
+        self._not_replaced = self._counter(
+            "dango:replacements_denied", "Prompts not placed again since too many have been."
+        )
+        ejections = Counter(
+            "dango:ejections", "Instances left alone for a while.", ["model_name", "pool"], registry=self.registry
+        )
+        self._ejections = {pool: ejections.labels(self._model, pool.value) for pool in (Pool.PREFILL, Pool.DECODE)}
         refusals = Counter("dango:refusals", "Refusals.", ["model_name", "reason"], registry=self.registry)
         self._refusals = {reason: refusals.labels(self._model, reason) for reason in REASONS}
         steps = Counter("dango:steps", "Forward passes.", ["model_name", "pool"], registry=self.registry)

@@ -5,9 +5,11 @@ report that is late means unknown, not full.
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from conductor.ask import Priority
+from conductor.health import Health
 from protocol.cluster import Manifest, Mismatch
 from protocol.ids import Incarnation, InstanceId, RequestId, SegmentId
 from protocol.registry import DEAD_AFTER_REPORTS, REPORT_EVERY_S, Load, Pool, Register, Superseded
@@ -108,6 +110,8 @@ class View:
         """How often instances are asked to report."""
         self.sending: dict[SegmentId, int] = {}
         """Bytes of fetched prefixes that are on their way, by the segment that sends them."""
+        self.health = Health()
+        """Who fails what is placed there. The dispatcher tells it."""
         self._instances: dict[InstanceId, Instance] = {}
         self._ended: dict[Incarnation, None] = {}
         self._turns = 0
@@ -188,6 +192,20 @@ class View:
     def of(self, pool: Pool) -> list[Instance]:
         """The living instances of a pool, by name."""
         return self._pools[pool].copy()
+
+    def lives(self, instance: Instance) -> bool:
+        """Whether it is alive, in this incarnation."""
+        living = self._instances.get(instance.name)
+        return living is not None and living.incarnation == instance.incarnation
+
+    def able(self, pool: Pool, now: float, avoid: Collection[Incarnation] = ()) -> list[Instance]:
+        """Those of a pool that may be given work: who is not ejected, and none of `avoid`, who have failed this
+        request, unless all is forgiven. If nobody is left, then others: a bad chance is better than none."""
+        instances = self.of(pool)
+        if not self.health:
+            return instances
+        takers = [i for i in instances if self.health.takes(i.incarnation, now, idle=i.idle)] or instances
+        return [i for i in takers if i.incarnation not in avoid] or takers
 
     def find(self, name: InstanceId) -> Instance | None:
         """A living instance by name."""

@@ -37,6 +37,8 @@ PURE = {
     "conductor/view.py",
     "conductor/estimate.py",
     "conductor/forecast.py",
+    "conductor/health.py",
+    "conductor/retries.py",
     "conductor/fit.py",
     "conductor/kind.py",
     "conductor/senders.py",

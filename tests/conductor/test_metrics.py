@@ -59,6 +59,8 @@ def test_all_series_are_there_from_the_start_and_finite() -> None:
         "dango:ttft_prediction_ratio_bucket",
         "dango:tbt_prediction_ratio_bucket",
         "dango:refusals_total",
+        "dango:ejections_total",
+        "dango:replacements_denied_total",
         "dango:held_requests",
         "dango:held_tokens",
         "dango:hold_time_seconds_count",

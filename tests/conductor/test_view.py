@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from conductor.health import FAILURES_MAX
 from conductor.view import DEAD_MAX, Instance, Prefilling, Stream, View
 from protocol.cluster import Mismatch
 from protocol.ids import Incarnation, InstanceId, RequestId, SegmentId
@@ -129,6 +130,26 @@ def test_homes_follow_whoever_joins_or_goes():
     view.expire(9.0)
     assert view.home(second) is None
     view.check()
+
+
+def test_work_goes_to_those_who_are_well_and_did_not_fail_this_request():
+    view = a_view("decode-0", "decode-1", "decode-2")
+
+    def able(*avoid: str) -> list[str]:
+        return [i.name for i in view.able(Pool.DECODE, 0.0, [Incarnation(life) for life in avoid])]
+
+    assert able() == able("decode-01") == ["decode-0", "decode-1", "decode-2"], (
+        "nobody has failed, or all is forgiven"
+    )
+    for _ in range(FAILURES_MAX):
+        view.health.failed(Incarnation("decode-01"), 0.0, 0.0)
+    assert able() == ["decode-1", "decode-2"]
+    assert able("decode-11") == ["decode-2"]
+    assert able("decode-11", "decode-21") == ["decode-1", "decode-2"], "rather than the ejected one"
+    for life in ("decode-11", "decode-21") * FAILURES_MAX:
+        view.health.failed(Incarnation(life), 0.0, 0.0)
+    assert able() == ["decode-0", "decode-1", "decode-2"]
+    assert able("decode-21") == ["decode-0", "decode-1"]
 
 
 def test_bytes_on_their_way_are_counted_by_the_segment_that_sends_them():
