@@ -17,9 +17,9 @@ from enum import Enum
 
 from conductor.ask import Limits, Priority, Refusal
 from conductor.estimate import Estimates
-from conductor.forecast import PRESENCES, STALE_REPORTS, Forecast, Outlook, Presence, survival
+from conductor.forecast import PRESENCES, Forecast, Outlook, Presence, survival
 from conductor.lengths import Lengths
-from conductor.view import Instance, View
+from conductor.view import STALE_REPORTS, Instance, View
 from protocol.ids import Incarnation
 from protocol.registry import Pool
 

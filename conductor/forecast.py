@@ -18,11 +18,8 @@ from types import MappingProxyType
 from conductor.ask import Priority
 from conductor.estimate import Estimates, StepLine
 from conductor.lengths import Tail
-from conductor.view import Instance, Stream
+from conductor.view import STALE_REPORTS, Instance, Stream
 from protocol.registry import REPORT_EVERY_S
-
-STALE_REPORTS = 3
-"""A report older than so many (two are missing) says nothing of what runs now: the ledger is believed then."""
 
 CANDIDATES_MAX = 8
 """Exact forecasts in one decision. Those that a rough sum ranks below the eighth do not win in the exact one."""
@@ -141,7 +138,7 @@ class Outlook:
         """The forecast for one instance."""
         moment = Moment(self.now, self.at, _pace(instance, line), self.interactive, self.batch, self.residence_s)
         rows, tokens, variance, tokens_variance, promised_s = self._sums(instance, line, moment)
-        if instance.foreign and self.now - instance.heard_at <= self.stale_s:
+        if instance.foreign and self.now - instance.reported_at <= self.stale_s:
             rows += instance.foreign
             tokens += instance.foreign * instance.load.context_tokens / max(instance.load.running, 1)
         alone = rows == 0.0

@@ -185,6 +185,10 @@ class Metrics:
         self._bad_frames.inc(_growth(before.bad_frames, load.bad_frames))
         self._sum_up(pool)
 
+    def set_stale(self, pool: Pool, instances: int) -> None:
+        """So many living instances have not reported lately; the Conductor goes by its own ledger for them."""
+        self._stale[pool].set(instances)
+
     def drop_instance(self, pool: Pool, instance: str) -> None:
         """An instance left, or died."""
         self._loads.pop((pool, instance), None)
@@ -289,6 +293,13 @@ class Metrics:
         self._pool_load = {pool: load.labels(self._model, pool.value) for pool in (Pool.PREFILL, Pool.DECODE)}
         up = Gauge("dango:instances_up", "Instances alive.", ["model_name", "pool"], registry=self.registry)
         self._up = {pool: up.labels(self._model, pool.value) for pool in Pool}
+        stale = Gauge(
+            "dango:stale_instances",
+            "Instances alive whose latest report is too old to go by.",
+            ["model_name", "pool"],
+            registry=self.registry,
+        )
+        self._stale = {pool: stale.labels(self._model, pool.value) for pool in Pool}
         blocks = Gauge(
             "dango:blocks",
             "Blocks of a pool: used (committed, without a lease), free, leased, pending.",

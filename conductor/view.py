@@ -6,7 +6,7 @@ report that is late means unknown, not full.
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from conductor.ask import Priority
 from conductor.health import Health
@@ -17,6 +17,8 @@ from protocol.registry import DEAD_AFTER_REPORTS, REPORT_EVERY_S, Load, Pool, Re
 DEAD_MAX = 256
 """Ended incarnations that are remembered, so that a late message of theirs is told from a newcomer's."""
 
+STALE_REPORTS = 3
+"""A report older than so many (two are missing) says nothing of what runs now: the ledger is believed then."""
 
 Key = tuple[RequestId, int]
 """A request and one of its choices: an entry of the ledger."""
@@ -68,6 +70,9 @@ class Instance:
     host: str
     directory: bool
     heard_at: float
+    """When it last registered or reported: it was alive then."""
+    reported_at: float
+    """When it said what `load` says."""
     kind: str = ""
     load: Load = field(default_factory=Load)
     prompts: dict[Key, Prefilling] = field(default_factory=dict)
@@ -128,22 +133,12 @@ class View:
         self._require_free(message, older)
         if older is not None and older.incarnation != message.incarnation:
             self._end(older)
-        newer = Instance(
-            message.instance,
-            message.incarnation,
-            message.pool,
-            message.address,
-            message.host,
-            message.directory,
-            now,
-            message.kind,
-        )
+        same = older is not None and older.incarnation == message.incarnation
+        # Of the same life all runs on that is there, and what it reported is as old as it was.
+        newer = replace(older, heard_at=now) if older is not None and same else _instance_of(message, now)
         self._instances[message.instance] = newer
         self._changed()
-        if older is None or older.incarnation != message.incarnation:
-            return older
-        newer.prompts, newer.streams = older.prompts, older.streams  # the same life: what is there runs on
-        return None
+        return None if same else older
 
     def _require_free(self, message: Register, older: Instance | None) -> None:
         """A name belongs to one pool, and the directory to one instance. Raises Mismatch."""
@@ -158,7 +153,7 @@ class View:
         instance = self._instances.get(name)
         if instance is None or instance.incarnation != incarnation:
             return False
-        instance.load, instance.heard_at = load, now
+        instance.load, instance.heard_at, instance.reported_at = load, now, now
         if instance.pool is Pool.DECODE:
             instance.foreign = max(load.running + load.waiting - len(instance.streams), 0)
         return True
@@ -210,6 +205,10 @@ class View:
     def find(self, name: InstanceId) -> Instance | None:
         """A living instance by name."""
         return self._instances.get(name)
+
+    def stale(self, pool: Pool, now: float) -> int:
+        """Living instances of a pool whose latest report is too old to say what runs there."""
+        return sum(now - instance.reported_at > STALE_REPORTS * self.report_s for instance in self.of(pool))
 
     @property
     def directory(self) -> str | None:
@@ -309,3 +308,17 @@ class View:
             del self._ended[next(iter(self._ended))]
         self._changed()
         return instance
+
+
+def _instance_of(message: Register, now: float) -> Instance:
+    return Instance(
+        message.instance,
+        message.incarnation,
+        message.pool,
+        message.address,
+        message.host,
+        message.directory,
+        heard_at=now,
+        reported_at=now,
+        kind=message.kind,
+    )

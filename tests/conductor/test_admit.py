@@ -11,9 +11,8 @@ from conductor.admit import MEAN_SAMPLES, POLICIES, RETRY_GRID_S, Candidate, Gat
 from conductor.admit import pool_load as load_of
 from conductor.ask import NO_LIMITS, Limits, Priority
 from conductor.estimate import StepLine
-from conductor.forecast import STALE_REPORTS
 from conductor.lengths import Lengths
-from conductor.view import Prefilling, Stream, View
+from conductor.view import STALE_REPORTS, Prefilling, Stream, View
 from protocol.ids import RequestId
 from protocol.registry import REPORT_EVERY_S, Load, Pool
 from tests.conductor.test_forecast import NOW, STEP_S, SameForAll, a_pool, coming, enter, running, streams

@@ -60,6 +60,7 @@ def test_all_series_are_there_from_the_start_and_finite() -> None:
         "dango:tbt_prediction_ratio_bucket",
         "dango:refusals_total",
         "dango:ejections_total",
+        "dango:stale_instances",
         "dango:replacements_denied_total",
         "dango:held_requests",
         "dango:held_tokens",

@@ -51,8 +51,13 @@ def test_a_new_life_replaces_the_old_which_is_then_refused():
 
 def test_registering_again_in_the_same_life_is_no_replacement():
     view = a_view("decode-0")
+    load, stream = Load(running=1, waiting=2, blocks_total=7), Stream(10, 0.0)
+    assert view.report(InstanceId("decode-0"), Incarnation("decode-01"), load, 0.5)
+    view.enter(the(view, "decode-0"), (RequestId("r"), 0), stream)
     assert view.register(a_register("decode-0"), 1.0) is None
-    assert len(view.of(Pool.DECODE)) == 1
+    (again,) = view.of(Pool.DECODE)
+    assert (again.load, again.foreign, list(again.streams.values())) == (load, 3, [stream])
+    assert (again.heard_at, again.reported_at) == (1.0, 0.5), "it lives, and has said nothing new"
 
 
 @pytest.mark.parametrize(
