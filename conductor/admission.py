@@ -175,6 +175,7 @@ class Admission:
             len(wanted.choices),
             held.key in self._line,
             wanted.prompt.avoid,
+            self._line.yields(held, now),
         )
         judge = self.gate.best if wanted.promised else self.gate.judge
         judgement = judge(candidate, self._view, self.estimates, self.lengths, now)
@@ -246,7 +247,7 @@ class Admission:
         for held in self._line.expired(now):
             waiting = self._waiting.pop(held.key)
             waited_s, limits = now - waiting.wanted.arrived_at, waiting.wanted.limits
-            text = f"Decode had no room for it in the {waited_s:.3g} s that it has waited"
+            text = f"There was no room for it in the {waited_s:.3g} s that it has waited"
             refusal = Refusal("tbt", text, FULL_RETRY_S, 429, ttft_s=waited_s, limits=limits)
             waiting.told.set_exception(Refused(refusal))
 

@@ -30,6 +30,10 @@ POLICIES = (NONE, *PRESENCES)
 RETRY_GRID_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 """Waits that a refused client may be told. Sooner, nothing has changed; later, nothing can be foretold."""
 
+NEAR_S = 1.0
+"""Batch goes to prefill when its turn is this near: time enough to get there before the instance runs dry. What
+stands in an instance's queue is overtaken by nobody."""
+
 MEAN_SAMPLES = 1000
 """A running mean follows its samples with this weight at the latest: as far back as `lengths` looks."""
 
@@ -95,6 +99,8 @@ class Candidate:
     """Whether it has waited for room in decode: if its time then runs out, that was the reason."""
     avoid: Collection[Incarnation] = ()
     """Lives of instances that have failed it."""
+    yields: bool = False
+    """Whether interactive requests shall not stand behind it: batch, but for what has waited long."""
 
     @property
     def prefill_s(self) -> float:
@@ -108,7 +114,8 @@ class Judgement:
 
     verdict: Verdict
     decode: Instance | None
-    """Where it decodes, or has to wait for room; None if it is refused, or if no decode instance is alive."""
+    """Where it decodes, or has to wait for room; None if it is refused, or waits for its turn in prefill, or if no
+    decode instance is alive."""
     limits: Limits
     ttft_s: float
     """Predicted, from its arrival."""
@@ -200,6 +207,9 @@ class Gate:
         ranked = self._ranked(scene)
         if rules.policy in (NONE, AT_DECODE):
             return _admit(scene, ranked)
+        if rules.hold and candidate.yields and (candidate.queue_s or 0.0) > NEAR_S:
+            text = f"Its turn would come in {candidate.queue_s:.3g} s: it waits where others can go before it."
+            return Judgement(Verdict.HOLD, None, candidate.limits, scene.ttft_s, reason="ttft", text=text)
         return self._decide(scene, self._tested(scene, ranked), hold=rules.hold)
 
     def hand_over(

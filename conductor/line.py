@@ -97,6 +97,10 @@ class Line:
         self._age(now)
         return self._barrier is None or self._entry(newcomer, now) < self._barrier
 
+    def yields(self, held: Held, now: float) -> bool:
+        """Whether interactive requests go before this one: it is batch, and has not waited for long."""
+        return self._entry(held, now)[0] == BACK
+
     def candidates(self, now: float) -> Iterator[Held]:
         """Those that may be judged, in order, down to a barrier. The line may change while this goes on: who has
         left is passed over, and an admission that makes a barrier ends it there.

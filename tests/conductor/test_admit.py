@@ -7,7 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.admit import MEAN_SAMPLES, POLICIES, RETRY_GRID_S, Candidate, Gate, Judgement, Mean, Rules, Verdict
+from conductor.admit import (
+    MEAN_SAMPLES,
+    NEAR_S,
+    POLICIES,
+    RETRY_GRID_S,
+    Candidate,
+    Gate,
+    Judgement,
+    Mean,
+    Rules,
+    Verdict,
+)
 from conductor.admit import pool_load as load_of
 from conductor.ask import NO_LIMITS, Limits, Priority
 from conductor.estimate import StepLine
@@ -197,6 +208,17 @@ def test_batch_may_fill_its_share_only():
     large = {"tokens": 3000, "limits": NO_LIMITS, **AT_ONCE}  # and 200 that it will say, and 1000 of the other
     assert judged(a_gate(), busy(1, said=0, blocks=pages), **large).verdict is ADMIT
     assert judged(a_gate(), busy(1, said=0, blocks=pages), priority=BATCH, **large).verdict is HOLD
+
+
+def test_batch_does_not_go_to_a_prefill_queue_where_interactive_requests_would_stand_behind_it():
+    """B39 (c)."""
+    gate, view = a_gate(), busy(0)
+    far, near = {"queue_s": 1.1 * NEAR_S}, {"queue_s": NEAR_S}
+    assert judged(gate, view, priority=BATCH, yields=True, **far).verdict is HOLD
+    assert judged(gate, view, priority=BATCH, yields=True, **near).verdict is ADMIT
+    assert judged(gate, view, priority=BATCH, **far).verdict is ADMIT, "it has waited long"
+    assert judged(a_gate(hold=False), view, priority=BATCH, yields=True, **far).verdict is ADMIT
+    assert judged(a_gate("none"), view, priority=BATCH, yields=True, **far).verdict is ADMIT
 
 
 def test_once_closed_a_gate_opens_only_with_some_room():
