@@ -242,6 +242,8 @@ class Dispatcher:
         """
         said = Tokens([first.token], [] if choice.sampling.logprobs is None else [first], [0.0])
         over = end_of(choice.sampling, choice.output + Ids("I", said.tokens)) is not None
+        if over and placed.admitted.refused is not None:
+            raise placed.admitted.refused  # of a request that is refused no choice says a word
         instance = None if over else await self._admission.hand_over(placed.admitted, choice.index)
         ended = await self._emit(job, choice, said) or await self._end_if_over(job, choice)
         return None if ended else instance
