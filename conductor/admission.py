@@ -319,7 +319,7 @@ class Admission:
         stream = admitted.stream(choice)
         if stream is not None and stream.joined_at is not None:
             self.gate.observe_residence(_now() - stream.joined_at)
-        self.lengths.observe(admitted.wanted.priority, tokens, _now())
+        self.lengths.observe(admitted.wanted.priority, tokens)
         admitted.gone(choice)
 
     def cut(self, admitted: Admitted, choice: int, tokens: int) -> None:

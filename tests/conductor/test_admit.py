@@ -40,7 +40,7 @@ def learnt() -> Lengths:
     """Answers of 1 to 400 tokens, all equally likely."""
     lengths = Lengths()
     for n in range(400):
-        lengths.observe(Priority.INTERACTIVE, n % 400 + 1, 0.0)
+        lengths.observe(Priority.INTERACTIVE, n % 400 + 1)
     return lengths
 
 

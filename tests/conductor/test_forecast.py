@@ -57,7 +57,7 @@ def a_tail(longest: int = 400) -> Tail:
     """Answers of 1 to `longest` tokens, all equally likely."""
     lengths = Lengths()
     for n in range(400):
-        lengths.observe(Priority.INTERACTIVE, n % longest + 1, 0.0)
+        lengths.observe(Priority.INTERACTIVE, n % longest + 1)
     return lengths.tail(Priority.INTERACTIVE)
 
 
