@@ -16,13 +16,14 @@ import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from conductor.admit import Candidate, Gate, Rules, Verdict, pool_load
+from conductor.admit import Candidate, Gate, Rules, Verdict
 from conductor.admitted import Admitted, Wanted
 from conductor.ask import Limits, Priority, Refusal, Refused
 from conductor.config import ConductorConfig
 from conductor.estimate import Estimates
 from conductor.lengths import Lengths
 from conductor.line import Held, Line
+from conductor.load import pool_load
 from conductor.metrics import Metrics
 from conductor.place import RETRY_NOBODY_S, Scene, place
 from conductor.view import Instance, View
@@ -177,6 +178,8 @@ class Admission:
             wanted.prompt.avoid,
             self._line.yields(held, now),
         )
+        if self.gate.closed:
+            self.gate.reopen(self._present())
         judge = self.gate.best if wanted.promised else self.gate.judge
         judgement = judge(candidate, self._view, self.estimates, self.lengths, now)
         if judgement.verdict is Verdict.HOLD:
@@ -189,6 +192,11 @@ class Admission:
         else:
             self._line.admitted(held, now)
         return Admitted(self._view, wanted, plan, judgement.decode, _now, self.poke)
+
+    def _present(self) -> set[Priority]:
+        """Classes of which somebody is held, on the way to decode, or there."""
+        decodes = self._view.of(Pool.DECODE)
+        return self._line.classes | {stream.priority for one in decodes for stream in one.streams.values()}
 
     async def _hold(self, waiting: _Waiting, lookup: Lookup) -> Admitted:
         """Stand in the line until a walk admits or refuses this request. Raises Refused."""

@@ -179,7 +179,7 @@ class _Scene:
 class Gate:
     """Judges requests one by one. Owns what it has learnt of the traffic, and which classes it holds up.
 
-    Mutates: observe_residence, observe_prompt, judge, hand_over.
+    Mutates: observe_residence, observe_prompt, reopen, judge, hand_over.
     """
 
     rules: Rules
@@ -196,6 +196,15 @@ class Gate:
     def observe_prompt(self, tokens: int) -> None:
         """A prompt of this length arrived."""
         self._prompt.add(tokens)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it holds up any class."""
+        return bool(self._closed)
+
+    def reopen(self, present: Collection[Priority]) -> None:
+        """Hold up only classes of which somebody waits or runs: of the others nobody would ever open it."""
+        self._closed &= set(present)
 
     def judge(
         self, candidate: Candidate, view: View, estimates: Estimates, lengths: Lengths, now: float
@@ -243,7 +252,8 @@ class Gate:
         if taker is None and tested:
             if all(self._never(scene, forecast) for forecast in tested):
                 return self._full(scene, tested[0], hold=False)
-            self._closed.add(scene.candidate.priority)
+            if self.rules.hysteresis:
+                self._closed.add(scene.candidate.priority)
             return self._full(scene, tested[0], hold=hold)
         self._closed.discard(scene.candidate.priority)
         return _admit(scene, [taker] if taker else [])
@@ -379,22 +389,3 @@ def _admit(scene: _Scene, ranked: list[Forecast]) -> Judgement:
 def _refuse(scene: _Scene, best: Forecast | None, reason: str, text: str, retry_after_s: float) -> Judgement:
     limits, tbt_s = scene.candidate.limits, best.step_s if best else None
     return Judgement(Verdict.REFUSE, None, limits, scene.ttft_s, tbt_s, reason, text, retry_after_s)
-
-
-def pool_load(view: View, estimates: Estimates, pool: Pool, limits: Limits, now: float) -> float:
-    """The Mooncake report's load of the prefill or the decode pool: its predicted latency over the limit.
-
-    Prefill: the longest queue over the TTFT limit; decode: the mean step time, with what runs now, over the TBT
-    limit. 0 for an empty pool, and where there is no limit."""
-    instances = view.of(pool)
-    if not instances:
-        return 0.0
-    if pool is Pool.PREFILL:
-        return max(instance.queue_s(now) for instance in instances) / limits.ttft_s
-    return sum(_step_s(instance, estimates) for instance in instances) / len(instances) / limits.tbt_s
-
-
-def _step_s(instance: Instance, estimates: Estimates) -> float:
-    """Of a step with what the ledger says runs there; 0 of an idle instance."""
-    rows, context = instance.batch
-    return estimates.step(instance.kind).at(rows, context) if rows else 0.0

@@ -77,6 +77,11 @@ class Line:
         """Prompt tokens of all that are held."""
         return self._tokens
 
+    @property
+    def classes(self) -> set[Priority]:
+        """Of those that are held."""
+        return {entry[-1].priority for entry in self._order}
+
     def add(self, held: Held, now: float) -> list[Held] | None:
         """Let one in; returns whom it pushed out: if it is interactive and the line is full, batch requests that
         stood last. None: there is no room for it, and nothing has changed.

@@ -44,6 +44,7 @@ PURE = {
     "conductor/senders.py",
     "conductor/lengths.py",
     "conductor/line.py",
+    "conductor/load.py",
     "conductor/text.py",
     "conductor/ask.py",
     "prefill_pool/schedule.py",

@@ -14,7 +14,7 @@ from conductor.ask import NO_LIMITS, Limits, Priority, Refused
 from conductor.config import ConductorConfig
 from conductor.metrics import Metrics
 from conductor.place import Prompt
-from conductor.view import View
+from conductor.view import Stream, View
 from kvcache_pool.api import Found
 from protocol.ids import RequestId
 from protocol.registry import Pool
@@ -176,3 +176,27 @@ async def test_one_whose_answer_has_begun_meanwhile_is_not_held_any_longer(monke
         admission.poke()
         assert await waiting == "admitted"
     admission.check()
+
+
+async def test_a_class_is_held_up_as_long_as_somebody_of_it_waits_or_runs(monkeypatch: pytest.MonkeyPatch):
+    view = a_pool()
+    admission = an_admission(view, hysteresis=0.2)
+    judging(admission, monkeypatch)
+    closed = admission.gate._closed
+    (decode,) = view.of(Pool.DECODE)
+    view.enter(decode, (RequestId("b"), 0), Stream(10, 0.0, Priority.BATCH))
+    async with running(admission), asyncio.timeout(5.0):
+        closed.update(Priority)
+        waiting = asyncio.create_task(_outcome(admission, asked("i")))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert closed == {Priority.BATCH}, "one of them runs, and of the other nobody was there before this one"
+        closed.update(Priority)
+        await asyncio.sleep(0.05)
+        assert closed == set(Priority), "it is held"
+        view.release(decode, (RequestId("b"), 0), 0.0)
+        admission.poke()
+        await asyncio.sleep(0.05)
+        assert closed == {Priority.INTERACTIVE}
+        admission.drain()
+        assert await waiting == "draining"

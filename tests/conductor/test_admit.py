@@ -19,11 +19,10 @@ from conductor.admit import (
     Rules,
     Verdict,
 )
-from conductor.admit import pool_load as load_of
 from conductor.ask import NO_LIMITS, Limits, Priority
 from conductor.estimate import StepLine
 from conductor.lengths import Lengths
-from conductor.view import STALE_REPORTS, Prefilling, Stream, View
+from conductor.view import STALE_REPORTS, Stream, View
 from protocol.ids import RequestId
 from protocol.registry import REPORT_EVERY_S, Load, Pool
 from tests.conductor.test_forecast import NOW, STEP_S, SameForAll, a_pool, coming, enter, running, streams
@@ -230,6 +229,16 @@ def test_once_closed_a_gate_opens_only_with_some_room():
     assert judged(gate, busy(17, said=0), **AT_ONCE).verdict is ADMIT
 
 
+def test_a_closed_gate_opens_for_a_class_of_which_nobody_is_left():
+    gate = a_gate(hysteresis=0.2)
+    assert judged(gate, busy(30, said=0), **AT_ONCE).verdict is HOLD
+    gate.reopen({Priority.INTERACTIVE})
+    assert judged(gate, busy(17, said=0), **AT_ONCE).verdict is HOLD, "somebody is there"
+    gate.reopen({BATCH})
+    assert not gate.closed
+    assert judged(gate, busy(17, said=0), **AT_ONCE).verdict is ADMIT
+
+
 def test_batch_that_does_not_fit_closes_the_gate_for_batch_alone():
     gate = a_gate(hysteresis=0.2, batch_share=0.9)
     assert judged(gate, busy(20, said=0), priority=BATCH, **AT_ONCE).verdict is HOLD
@@ -363,18 +372,6 @@ def test_all_in_one_go_do_not_herd():
 
 
 # --- the load of a pool
-
-
-def test_a_pools_load_is_its_predicted_latency_over_the_limit():
-    view = busy(10, decodes=2, said=0)
-    enter(view, "decode-1", *[coming()] * 50)
-    view.enter(the(view, "prefill-0"), (RequestId("p"), 0), Prefilling(1000, 0, 8.0, NOW - 3))
-    assert load_of(view, SameForAll(), Pool.PREFILL, LIMITS, NOW) == pytest.approx(0.5)
-    assert load_of(view, SameForAll(), Pool.DECODE, LIMITS, NOW) == pytest.approx(0.030 / 0.050)
-    the(view, "decode-1").streams.clear()
-    assert load_of(view, SameForAll(), Pool.DECODE, LIMITS, NOW) == pytest.approx(0.015 / 0.050)
-    assert load_of(view, SameForAll(), Pool.DECODE, NO_LIMITS, NOW) == 0
-    assert load_of(a_pool(0), SameForAll(), Pool.DECODE, LIMITS, NOW) == 0
 
 
 def test_a_running_mean_follows_what_changes():
