@@ -16,7 +16,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from conductor.admit import Candidate, Gate, Rules, Verdict
+from conductor.admit import RETRY_GRID_S, Candidate, Gate, Rules, Verdict
 from conductor.admitted import Admitted, Wanted
 from conductor.ask import Limits, Priority, Refusal, Refused
 from conductor.config import ConductorConfig
@@ -47,7 +47,7 @@ LOOKUP_EVERY_S = 2.0
 """How old a held request's knowledge of the cache may become."""
 
 FULL_RETRY_S = 1.0
-"""When to come back to a full line: it moves in about this time."""
+"""When to come back to a full line at the soonest: it moves in about this time."""
 
 
 NOTHING = Found(0, {})
@@ -165,6 +165,7 @@ class Admission:
         plan = place(scene, wanted.prompt, found, self.placement)
         if isinstance(plan, Refusal):
             raise Refused(plan)
+        waits = held.key in self._line
         candidate = Candidate(
             wanted.prompt.tokens,
             wanted.priority,
@@ -174,9 +175,11 @@ class Admission:
             plan.work_s,
             plan.prefill.kind,
             len(wanted.choices),
-            held.key in self._line,
+            waits,
             wanted.prompt.avoid,
             self._line.yields(held, now),
+            len(self._line) - waits,
+            self._line.tokens - waits * held.tokens,
         )
         if self.gate.closed:
             self.gate.reopen(self._present())
@@ -203,9 +206,9 @@ class Admission:
         wanted, told, began = waiting.wanted, waiting.told, _now()
         pushed = self._line.add(waiting.held, began)
         if pushed is None:
-            raise Refused(_full(len(self._line)))
+            raise Refused(self._full())
         for other in pushed:
-            self._waiting.pop(other.key).told.set_exception(Refused(_full(len(self._line))))
+            self._waiting.pop(other.key).told.set_exception(Refused(self._full()))
         self._waiting[wanted.request] = waiting
         self._show_line()
         self.poke()
@@ -256,8 +259,17 @@ class Admission:
             waiting = self._waiting.pop(held.key)
             waited_s, limits = now - waiting.wanted.arrived_at, waiting.wanted.limits
             text = f"There was no room for it in the {waited_s:.3g} s that it has waited"
-            refusal = Refusal("tbt", text, FULL_RETRY_S, 429, ttft_s=waited_s, limits=limits)
+            refusal = Refusal("tbt", text, self._retry_s(), 429, ttft_s=waited_s, limits=limits)
             waiting.told.set_exception(Refused(refusal))
+
+    def _full(self) -> Refusal:
+        text = f"{len(self._line)} requests wait already, as many as are allowed"
+        return Refusal("queue_full", text, self._retry_s(), 429)
+
+    def _retry_s(self) -> float:
+        """When those who are held now will have gone: who comes back stands behind them."""
+        drain_s = self.gate.drain_s(self._view, len(self._line), self._line.tokens)
+        return min(max(drain_s, FULL_RETRY_S), RETRY_GRID_S[-1])
 
     # -- after the prefill ------------------------------------------------------------------------
 
@@ -371,10 +383,6 @@ async def _refresh(waiting: _Waiting, lookup: Lookup) -> None:
 def _held(wanted: Wanted) -> Held:
     deadline = min(wanted.arrived_at + wanted.limits.ttft_s, wanted.ends_at)
     return Held(wanted.request, wanted.priority, wanted.prompt.tokens, wanted.arrived_at, deadline)
-
-
-def _full(held: int) -> Refusal:
-    return Refusal("queue_full", f"{held} requests wait already, as many as are allowed", FULL_RETRY_S, 429)
 
 
 def _now() -> float:

@@ -19,6 +19,7 @@ from conductor.ask import Limits, Priority, Refusal
 from conductor.estimate import Estimates
 from conductor.forecast import PRESENCES, Forecast, Outlook, Presence, survival
 from conductor.lengths import Lengths
+from conductor.mean import Mean
 from conductor.view import STALE_REPORTS, Instance, View
 from protocol.ids import Incarnation
 from protocol.registry import Pool
@@ -33,9 +34,6 @@ RETRY_GRID_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 NEAR_S = 1.0
 """Batch goes to prefill when its turn is this near: time enough to get there before the instance runs dry. What
 stands in an instance's queue is overtaken by nobody."""
-
-MEAN_SAMPLES = 1000
-"""A running mean follows its samples with this weight at the latest: as far back as `lengths` looks."""
 
 
 class Verdict(Enum):
@@ -101,6 +99,10 @@ class Candidate:
     """Lives of instances that have failed it."""
     yields: bool = False
     """Whether interactive requests shall not stand behind it: batch, but for what has waited long."""
+    waiting: int = 0
+    """Requests that are held besides it."""
+    waiting_tokens: int = 0
+    """Of their prompts."""
 
     @property
     def prefill_s(self) -> float:
@@ -132,19 +134,6 @@ class Judgement:
         """The same for the client, with this HTTP status."""
         assert self.verdict is Verdict.REFUSE
         return Refusal(self.reason, self.text, self.retry_after_s, status, self.ttft_s, self.tbt_s, self.limits)
-
-
-@dataclass
-class Mean:
-    """A running mean; recent samples weigh more once there are MEAN_SAMPLES."""
-
-    value: float = 0.0
-    samples: int = 0
-
-    def add(self, sample: float) -> None:
-        """One more."""
-        self.samples = min(self.samples + 1, MEAN_SAMPLES)
-        self.value += (sample - self.value) / self.samples
 
 
 @dataclass(frozen=True)
@@ -205,6 +194,15 @@ class Gate:
     def reopen(self, present: Collection[Priority]) -> None:
         """Hold up only classes of which somebody waits or runs: of the others nobody would ever open it."""
         self._closed &= set(present)
+
+    def drain_s(self, view: View, requests: int, tokens: int) -> float:
+        """How long it takes until so many held requests, with so many tokens in their prompts, have their place in
+        decode: as long as equally much of what runs there takes to leave. 0: nobody knows yet."""
+        batches = [instance.batch for instance in view.of(Pool.DECODE)]
+        rows, context = sum(rows for rows, _ in batches), sum(context for _, context in batches)
+        if not rows or not self._residence.samples:
+            return 0.0
+        return self._residence.value * max(requests / rows, tokens / max(context, 1))
 
     def judge(
         self, candidate: Candidate, view: View, estimates: Estimates, lengths: Lengths, now: float
@@ -353,7 +351,7 @@ class Gate:
         )
         excess_s = candidate.prefill_s - limit_s  # of a newcomer, which has waited for nothing yet
         never = (candidate.compute_s or 0.0) > limit_s
-        retry_s = RETRY_GRID_S[-1] if never else min(max(excess_s, RETRY_GRID_S[0]), RETRY_GRID_S[-1])
+        retry_s = RETRY_GRID_S[-1] if never else self._behind(scene, max(excess_s, RETRY_GRID_S[0]))
         return _refuse(scene, None, "ttft", text, retry_s)
 
     def _full(self, scene: _Scene, best: Forecast, *, hold: bool) -> Judgement:
@@ -369,13 +367,21 @@ class Gate:
         return Judgement(Verdict.HOLD, best.instance, limits, ttft_s, best.step_s, "tbt", text)
 
     def _retry_s(self, scene: _Scene, instance: Instance) -> float:
-        """The first wait after which an equal request is expected to fit there, if nobody else comes."""
+        """The first wait after which an equal request is expected to fit there, if nobody comes but those who are
+        held already."""
         line = scene.estimates.step(instance.kind)
         for wait_s in RETRY_GRID_S:
             outlook = self._outlook(scene, survival, scene.hand_over_at + wait_s, reserve=True)
             if self._takes(scene, outlook.of(instance, line)):
-                return wait_s
+                return self._behind(scene, wait_s)
         return RETRY_GRID_S[-1]
+
+    def _behind(self, scene: _Scene, wait_s: float) -> float:
+        """`wait_s` after those who are held: who comes back stands behind them."""
+        candidate = scene.candidate
+        return min(
+            wait_s + self.drain_s(scene.view, candidate.waiting, candidate.waiting_tokens), RETRY_GRID_S[-1]
+        )
 
 
 def _admit(scene: _Scene, ranked: list[Forecast]) -> Judgement:

@@ -45,6 +45,7 @@ PURE = {
     "conductor/lengths.py",
     "conductor/line.py",
     "conductor/load.py",
+    "conductor/mean.py",
     "conductor/text.py",
     "conductor/ask.py",
     "prefill_pool/schedule.py",

@@ -8,14 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor.admit import (
-    MEAN_SAMPLES,
     NEAR_S,
     POLICIES,
     RETRY_GRID_S,
     Candidate,
     Gate,
     Judgement,
-    Mean,
     Rules,
     Verdict,
 )
@@ -177,6 +175,23 @@ def test_retry_after_is_when_an_equal_request_is_expected_to_fit():
     assert retry_s(busy(30, said=300), z=2.0) == 2.0, "half of them, but it may well be a few more"
     assert retry_s(busy(30, said=0)) == 4.0, "young ones stay longer"
     assert retry_s(busy(1), tokens=10**6) == RETRY_GRID_S[-1], "it will never fit"
+
+
+def test_who_comes_back_stands_behind_those_who_are_held():
+    gate, view = a_gate(hold=False), busy(20, said=0)
+    soon_s = judged(gate, view, **AT_ONCE).retry_after_s
+    line = {"waiting": 10, "waiting_tokens": 10_000}
+    assert judged(gate, view, **AT_ONCE, **line).retry_after_s == soon_s, "nobody has left decode yet"
+    gate.observe_residence(8.0)
+    assert judged(gate, view, **AT_ONCE, **line).retry_after_s == soon_s + 4.0, (
+        "half of what runs takes half as long"
+    )
+    long = {"waiting": 2, "waiting_tokens": 15_000}
+    assert judged(gate, view, **AT_ONCE, **long).retry_after_s == soon_s + 6.0, "few, but of long prompts"
+    assert judged(gate, view, **AT_ONCE, waiting=1000).retry_after_s == RETRY_GRID_S[-1]
+    late = {"queue_s": 12.0, "compute_s": 1.0}
+    assert judged(gate, view, **late, **line).retry_after_s == 3.0 + 4.0
+    assert gate.drain_s(a_pool(), 10, 10_000) == 0.0
 
 
 def test_an_empty_instance_takes_whoever_could_be_served_at_all():
@@ -372,15 +387,6 @@ def test_all_in_one_go_do_not_herd():
 
 
 # --- the load of a pool
-
-
-def test_a_running_mean_follows_what_changes():
-    mean = Mean()
-    for _ in range(5 * MEAN_SAMPLES):
-        mean.add(1.0)
-    for _ in range(5 * MEAN_SAMPLES):
-        mean.add(2.0)
-    assert mean.value == pytest.approx(2.0, abs=0.01)
 
 
 # --- properties
