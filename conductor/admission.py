@@ -16,7 +16,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from conductor.admit import RETRY_GRID_S, Candidate, Gate, Rules, Verdict
+from conductor.admit import RETRY_GRID_S, Candidate, Gate, Verdict
 from conductor.admitted import Admitted, Wanted
 from conductor.ask import Limits, Priority, Refusal, Refused
 from conductor.config import ConductorConfig
@@ -26,6 +26,7 @@ from conductor.line import Held, Line
 from conductor.load import pool_load
 from conductor.metrics import Metrics
 from conductor.place import RETRY_NOBODY_S, Scene, place
+from conductor.rules import Rules
 from conductor.view import Instance, View
 from kvcache_pool.api import Found
 from protocol.ids import RequestId

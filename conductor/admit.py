@@ -7,7 +7,7 @@
 All policies share this, and differ in whom they expect in decode then (`forecast.PRESENCES`). `none` tests
 nothing. `at_decode`, the baseline, tests decode only when the prefill is done (`hand_over`), and so wastes
 prefills. Where too few fresh samples support a prediction, nothing is refused by it: what is not known is
-not full.
+not full. But what will be known in a moment is waited for.
 """
 
 import math
@@ -20,13 +20,10 @@ from conductor.estimate import Estimates
 from conductor.forecast import PRESENCES, Forecast, Outlook, Presence, survival
 from conductor.lengths import Lengths
 from conductor.mean import Mean
+from conductor.rules import AT_DECODE, NONE, Rules
 from conductor.view import STALE_REPORTS, Instance, View
 from protocol.ids import Incarnation
 from protocol.registry import Pool
-
-NONE, AT_DECODE = "none", "at_decode"
-POLICIES = (NONE, *PRESENCES)
-"""Names of the admission policies."""
 
 RETRY_GRID_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 """Waits that a refused client may be told. Sooner, nothing has changed; later, nothing can be foretold."""
@@ -36,6 +33,11 @@ NEAR_S = 1.0
 stands in an instance's queue is overtaken by nobody."""
 
 
+LEARN_S = 2.0
+"""So old a request may get waiting for the pace of a decode instance to be known: what runs there tells it within
+some steps and a report."""
+
+
 class Verdict(Enum):
     """What becomes of a request at this moment."""
 
@@ -43,37 +45,6 @@ class Verdict(Enum):
     HOLD = "hold"
     """Wait, and be judged again when something has changed."""
     REFUSE = "refuse"
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How to judge. The Conductor's configuration has the same fields, with their sentences."""
-
-    policy: str = "survival"
-    """One of POLICIES."""
-    reserve: bool = True
-    """Whether what is admitted and still in prefill counts as there, and what is doubtful by `z`."""
-    hold: bool = True
-    """Whether what does not fit waits, while its TTFT limit is within reach."""
-    z: float = 2.0
-    """Standard deviations added to what is expected of decode, with `reserve`."""
-    margin: float = 0.0
-    """A prediction is too long beyond its limit and this share of it."""
-    hysteresis: float = 0.0
-    """After one was held or refused, the next needs a prediction below the limit by this share of it."""
-    samples_min: int = 8
-    """Fresh samples of a kind of instance, with fewer of which nothing is refused by its predictions."""
-    residence_s: float = 0.0
-    """The report's t_d for `predictive`; 0 takes the running mean."""
-    batch_share: float = 0.8
-    """Batch requests may fill this share of decode's limits; the rest is kept for interactive ones."""
-    size_blind: bool = False
-    """Whether each prompt is judged as if it were of mean size: a control, since a test of what fits refuses
-    the long ones first."""
-
-    def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ValueError(f"admission must be one of {', '.join(POLICIES)}, not {self.policy!r}")
 
 
 @dataclass(frozen=True)
@@ -259,6 +230,8 @@ class Gate:
     def _never(self, scene: _Scene, forecast: Forecast) -> bool:
         """Whether it does not even fit on this instance alone: no waiting mends that."""
         candidate, instance = scene.candidate, forecast.instance
+        if not self._known(scene, Pool.DECODE, instance.kind):
+            return False
         rows, tokens = candidate.choices, candidate.choices * self._size(candidate)
         capacity = instance.load.blocks_total * scene.view.manifest.layout.block_tokens
         alone_s = scene.estimates.step(instance.kind).at(rows, tokens)
@@ -279,7 +252,8 @@ class Gate:
     def _takes(self, scene: _Scene, forecast: Forecast) -> bool:
         """Whether a decode instance, as foretold with the candidate in its batch, keeps the limits."""
         if not self._known(scene, Pool.DECODE, forecast.instance.kind):
-            return True
+            runs = any(stream.joined_at is not None for stream in forecast.instance.streams.values())
+            return not (self.rules.hold and runs and scene.waited_s < LEARN_S)
         bound_s, share = self._bound(scene.candidate, forecast)
         return forecast.step_s <= bound_s and forecast.memory_share <= share
 
@@ -369,6 +343,8 @@ class Gate:
     def _retry_s(self, scene: _Scene, instance: Instance) -> float:
         """The first wait after which an equal request is expected to fit there, if nobody comes but those who are
         held already."""
+        if not self._known(scene, Pool.DECODE, instance.kind):
+            return self._behind(scene, RETRY_GRID_S[0])
         line = scene.estimates.step(instance.kind)
         for wait_s in RETRY_GRID_S:
             outlook = self._outlook(scene, survival, scene.hand_over_at + wait_s, reserve=True)

@@ -39,6 +39,7 @@ PURE = {
     "conductor/forecast.py",
     "conductor/health.py",
     "conductor/retries.py",
+    "conductor/rules.py",
     "conductor/fit.py",
     "conductor/kind.py",
     "conductor/senders.py",

@@ -8,18 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor.admit import (
+    LEARN_S,
     NEAR_S,
-    POLICIES,
     RETRY_GRID_S,
     Candidate,
     Gate,
     Judgement,
-    Rules,
     Verdict,
 )
 from conductor.ask import NO_LIMITS, Limits, Priority
 from conductor.estimate import StepLine
 from conductor.lengths import Lengths
+from conductor.rules import POLICIES, Rules
 from conductor.view import STALE_REPORTS, Stream, View
 from protocol.ids import RequestId
 from protocol.registry import REPORT_EVERY_S, Load, Pool
@@ -108,9 +108,23 @@ def test_a_margin_makes_the_limit_soft():
 
 def test_without_fresh_samples_nothing_is_refused_by_prediction():
     """Too few samples mean unknown, and what is not known is not full."""
-    assert judged(a_gate(), busy(100), fresh=7, queue_s=100.0).verdict is ADMIT
+    assert judged(a_gate(), busy(100), fresh=7, queue_s=100.0, arrived_at=NOW - LEARN_S).verdict is ADMIT
     assert judged(a_gate(), busy(0), fresh=8, queue_s=100.0).verdict is REFUSE
     assert judged(a_gate(), busy(100), fresh=8).verdict is HOLD
+
+
+def test_while_a_pace_is_unknown_it_waits_a_moment_for_what_runs_to_tell_it():
+    gate, running_there = a_gate(), busy(1)
+    assert judged(gate, running_there, fresh=7).verdict is HOLD
+    assert judged(gate, running_there, fresh=8).verdict is ADMIT
+    assert judged(gate, running_there, fresh=7, arrived_at=NOW - LEARN_S).verdict is ADMIT, "nothing tells it"
+    assert judged(a_gate(hold=False), running_there, fresh=7).verdict is ADMIT
+    assert judged(gate, busy(0), fresh=0).verdict is ADMIT, "an idle service serves at once"
+    on_its_way = busy(0)
+    enter(on_its_way, "decode-0", coming())
+    assert judged(gate, on_its_way, fresh=0).verdict is ADMIT, (
+        "that tells nothing for as long as its prefill takes"
+    )
 
 
 def test_time_that_has_gone_is_no_prediction():
@@ -355,7 +369,7 @@ def test_the_baseline_tests_decode_only_when_the_prefill_is_done():
     over = handed(gate, full, arrived_at=NOW - 11)
     assert (over.verdict, over.reason) == (REFUSE, "tbt")
     assert handed(gate, busy(10), arrived_at=NOW - 11).verdict is ADMIT
-    assert handed(gate, full, fresh=0).verdict is ADMIT
+    assert handed(gate, full, fresh=0, arrived_at=NOW - LEARN_S).verdict is ADMIT
 
 
 def test_the_baseline_counts_who_was_handed_over_a_moment_ago_but_no_one_in_prefill():
@@ -384,9 +398,6 @@ def test_all_in_one_go_do_not_herd():
         view.enter(instance, (RequestId(f"new{n}"), 0), coming(in_s=2))
         went.append(instance.name)
     assert went == ["decode-0", "decode-1", "decode-2"] * 3
-
-
-# --- the load of a pool
 
 
 # --- properties
