@@ -20,6 +20,10 @@ DEAD_MAX = 256
 STALE_REPORTS = 3
 """A report older than so many (two are missing) says nothing of what runs now: the ledger is believed then."""
 
+DEAF_TIMES = 10
+"""While nobody at all is heard of, nobody is given up for so many times as long as one would have been: it is this
+side that hears nothing, most likely. Broken connections tell who is really gone."""
+
 Key = tuple[RequestId, int]
 """A request and one of its choices: an entry of the ledger."""
 
@@ -120,6 +124,8 @@ class View:
         self._instances: dict[InstanceId, Instance] = {}
         self._ended: dict[Incarnation, None] = {}
         self._turns = 0
+        self._heard_at = -math.inf  # when anybody was last heard of
+        self._patient_until = -math.inf
         self._pools: dict[Pool, list[Instance]] = {}
         self._homes: dict[tuple[InstanceId, str], SegmentId | None] = {}
         self._changed()
@@ -138,6 +144,7 @@ class View:
         newer = replace(older, heard_at=now) if older is not None and same else _instance_of(message, now)
         self._instances[message.instance] = newer
         self._changed()
+        self._hear(now)
         return None if same else older
 
     def _require_free(self, message: Register, older: Instance | None) -> None:
@@ -154,6 +161,7 @@ class View:
         if instance is None or instance.incarnation != incarnation:
             return False
         instance.load, instance.heard_at, instance.reported_at = load, now, now
+        self._hear(now)
         if instance.pool is Pool.DECODE:
             instance.foreign = max(load.running + load.waiting - len(instance.streams), 0)
         return True
@@ -166,8 +174,10 @@ class View:
         return self._end(instance)
 
     def expire(self, now: float) -> list[Instance]:
-        """Give up those that missed DEAD_AFTER_REPORTS reports. One that was only slow may register again."""
-        silent = [i for i in self._instances.values() if now - i.heard_at > DEAD_AFTER_REPORTS * self.report_s]
+        """Give up those that missed DEAD_AFTER_REPORTS reports, unless all did. They may register again."""
+        if self._dead_s < now - self._heard_at <= DEAF_TIMES * self._dead_s or now < self._patient_until:
+            return []
+        silent = [i for i in self._instances.values() if now - i.heard_at > self._dead_s]
         for instance in silent:
             del self._instances[instance.name]
         if silent:
@@ -294,6 +304,16 @@ class View:
         assert all(bytes_ > 0 for bytes_ in self.sending.values()), "what arrived had been sent"
         assert sum(map(len, self._pools.values())) == len(self._instances)
         assert all(self.home(i) == self._home(i) for i in self._instances.values())
+
+    @property
+    def _dead_s(self) -> float:
+        return DEAD_AFTER_REPORTS * self.report_s
+
+    def _hear(self, now: float) -> None:
+        """Somebody is heard of. If nobody was for long, the others get time to be heard again."""
+        if self._dead_s < now - self._heard_at < math.inf:
+            self._patient_until = now + self._dead_s
+        self._heard_at = now
 
     def _changed(self) -> None:
         """Who is alive has changed, and with it who is at home where."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from conductor.health import FAILURES_MAX
-from conductor.view import DEAD_MAX, Instance, Prefilling, Stream, View
+from conductor.view import DEAD_MAX, DEAF_TIMES, Instance, Prefilling, Stream, View
 from protocol.cluster import Mismatch
 from protocol.ids import Incarnation, InstanceId, RequestId, SegmentId
 from protocol.registry import DEAD_AFTER_REPORTS, REPORT_EVERY_S, Load, Pool, Register, Superseded
@@ -89,6 +89,18 @@ def test_silence_ends_an_instance_and_a_late_sign_of_life_lets_it_register_again
     assert view.expire(4.0) == []
 
 
+def test_when_nobody_is_heard_of_nobody_is_given_up_and_all_get_time_to_be_heard_again():
+    """B43 (a): membership freezes, and serving goes on with what is known."""
+    view = a_view("prefill-0", "decode-0")
+    assert view.expire(DEAF_TIMES * DEAD_AFTER_S) == []
+    back_at = DEAF_TIMES * DEAD_AFTER_S + 0.1
+    view.report(InstanceId("decode-0"), Incarnation("decode-01"), Load(), back_at)
+    assert view.expire(back_at + DEAD_AFTER_S - 0.1) == []
+    view.report(InstanceId("decode-0"), Incarnation("decode-01"), Load(), back_at + DEAD_AFTER_S - 0.1)
+    assert [i.name for i in view.expire(back_at + DEAD_AFTER_S)] == ["prefill-0"]
+    assert view.expire(2 * back_at + DEAD_AFTER_S) != [], "not for ever"
+
+
 def test_an_instance_given_up_is_out_and_its_successor_is_not_touched():
     view = a_view("decode-0")
     old = the(view, "decode-0")
@@ -131,8 +143,9 @@ def test_homes_follow_whoever_joins_or_goes():
     assert view.home(second) == "kvcache-1"
     view.give_up(the(view, "kvcache-1"))
     assert view.home(second) == "kvcache-0"
-    view.report(InstanceId("prefill-1"), Incarnation("prefill-11"), Load(), 9.0)
-    view.expire(9.0)
+    for now in (2.0, 4.0):
+        view.report(InstanceId("prefill-1"), Incarnation("prefill-11"), Load(), now)
+    view.expire(4.0)
     assert view.home(second) is None
     view.check()
 
