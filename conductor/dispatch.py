@@ -215,7 +215,7 @@ class Dispatcher:
         async with self._watched(job, plan.prefill):
             prefilled = await self._peer(plan.prefill).call(message, Prefilled, within_s=job.left_s)
         placed.admitted.prefilled()
-        if plan.source is not None and plan.own == 0 and prefilled.load_s:  # else part of the time was for its own
+        if plan.source is not None and plan.own == 0 and prefilled.load_s:  # else its own may be what took long
             self._admission.estimates.learn_transfer(plan.source, plan.fetched_bytes, prefilled.load_s, _now())
         self._metrics.observe_queue(prefilled.queue_s)
         self._metrics.observe_prefill(prefilled.compute_s)
