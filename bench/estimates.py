@@ -68,7 +68,7 @@ async def _errors(
         if pool is Pool.PREFILL:
             predicted_s = estimates.prefill_s(KIND, trial.tokens, trial.context)
         else:
-            predicted_s = estimates.step_s(KIND, trial.tokens, trial.context)
+            predicted_s = estimates.step(KIND).at(trial.tokens, trial.context)
         began = clock()
         await run_trial(engine, trial)
         real_s = clock() - began

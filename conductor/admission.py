@@ -16,16 +16,19 @@ import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from conductor.admit import AT_DECODE, SOON_S, Candidate, Gate, Rules, Verdict, pool_load
+from conductor.admit import RETRY_GRID_S, Candidate, Gate, Verdict
 from conductor.admitted import Admitted, Wanted
 from conductor.ask import Limits, Priority, Refusal, Refused
+from conductor.computed import Computed
 from conductor.config import ConductorConfig
 from conductor.estimate import Estimates
 from conductor.lengths import Lengths
 from conductor.line import Held, Line
+from conductor.load import pool_load
 from conductor.metrics import Metrics
-from conductor.place import RETRY_NOBODY_S, Placement, Scene, place
+from conductor.place import Placement, Scene, place
 from conductor.rest import Rest, rest_on_decode
+from conductor.rules import AT_DECODE, Rules
 from conductor.view import Instance, View
 from kvcache_pool.api import Found
 from protocol.ids import RequestId
@@ -47,7 +50,7 @@ LOOKUP_EVERY_S = 2.0
 """How old a held request's knowledge of the cache may become."""
 
 FULL_RETRY_S = 1.0
-"""When to come back to a full line: it moves in about this time."""
+"""When to come back to a full line at the soonest: it moves in about this time."""
 
 
 NOTHING = Found(0, {})
@@ -67,15 +70,6 @@ class _Waiting:
     held: Held
     found: Found
     told: asyncio.Future[Admitted]
-
-
-@dataclass(eq=False)
-class _Computed:
-    """A choice whose prompt is computed and that waits for room in decode."""
-
-    admitted: Admitted
-    choice: int
-    told: asyncio.Future[Instance]
 
 
 class Admission:
@@ -99,7 +93,7 @@ class Admission:
             age_s=config.batch_age_s,
         )
         self._waiting: dict[RequestId, _Waiting] = {}
-        self._computed: list[_Computed] = []
+        self._computed = Computed(view, self.gate, self.estimates, self.lengths, self.poke)
         self._changed = asyncio.Event()
         self._limits = Limits(config.ttft_limit_s or math.inf, config.tbt_limit_s or math.inf)
         self._shown_at = -math.inf
@@ -128,7 +122,7 @@ class Admission:
                     await self._changed.wait()
             self._changed.clear()
             self._show_loads()
-            self._walk_computed()
+            self._computed.walk()
             self._walk_held()
             await asyncio.sleep(WALK_EVERY_S)
 
@@ -174,6 +168,7 @@ class Admission:
         """Admit, and enter it in the ledger; None if it must be held. Raises Refused.
 
         `now` is when the line was asked whether it may be judged: the line may be another a moment later."""
+        waits = held.key in self._line
         candidate = Candidate(
             wanted.prompt.tokens,
             wanted.priority,
@@ -183,8 +178,14 @@ class Admission:
             plan.work_s,
             plan.prefill.kind,
             len(wanted.choices),
-            held.key in self._line,
+            waits,
+            wanted.prompt.avoid,
+            self._line.yields(held, now),
+            len(self._line) - waits,
+            self._line.tokens - waits * held.tokens,
         )
+        if self.gate.closed:
+            self.gate.reopen(self._present())
         judge = self.gate.best if wanted.promised else self.gate.judge
         judgement = judge(candidate, self._view, self.estimates, self.lengths, now)
         if judgement.verdict is Verdict.HOLD:
@@ -214,14 +215,19 @@ class Admission:
             wanted.request, wanted.priority, wanted.prompt.tokens, arrived_at, ends_at + plan.work_s, ends_at, bars
         )
 
+    def _present(self) -> set[Priority]:
+        """Classes of which somebody is held, on the way to decode, or there."""
+        decodes = self._view.of(Pool.DECODE)
+        return self._line.classes | {stream.priority for one in decodes for stream in one.streams.values()}
+
     async def _hold(self, waiting: _Waiting, lookup: Lookup) -> Admitted:
         """Stand in the line until a walk admits or refuses this request. Raises Refused."""
         wanted, told, began = waiting.wanted, waiting.told, _now()
         pushed = self._line.add(waiting.held, began)
         if pushed is None:
-            raise Refused(_full(len(self._line)))
+            raise Refused(self._full())
         for other in pushed:
-            self._waiting.pop(other.key).told.set_exception(Refused(_full(len(self._line))))
+            self._waiting.pop(other.key).told.set_exception(Refused(self._full()))
         self._waiting[wanted.request] = waiting
         self._show_line()
         self.poke()
@@ -272,9 +278,18 @@ class Admission:
         for held in self._line.expired(now):
             waiting = self._waiting.pop(held.key)
             waited_s, limits = now - waiting.wanted.arrived_at, waiting.wanted.limits
-            text = f"Decode had no room for it in the {waited_s:.3g} s that it has waited"
-            refusal = Refusal("tbt", text, FULL_RETRY_S, 429, ttft_s=waited_s, limits=limits)
+            text = f"There was no room for it in the {waited_s:.3g} s that it has waited"
+            refusal = Refusal("tbt", text, self._retry_s(), 429, ttft_s=waited_s, limits=limits)
             waiting.told.set_exception(Refused(refusal))
+
+    def _full(self) -> Refusal:
+        text = f"{len(self._line)} requests wait already, as many as are allowed"
+        return Refusal("queue_full", text, self._retry_s(), 429)
+
+    def _retry_s(self) -> float:
+        """When those who are held now will have gone: who comes back stands behind them."""
+        drain_s = self.gate.drain_s(self._view, len(self._line), self._line.tokens)
+        return min(max(drain_s, FULL_RETRY_S), RETRY_GRID_S[-1])
 
     # -- after the prefill ------------------------------------------------------------------------
 
@@ -282,60 +297,7 @@ class Admission:
         """Which decode instance goes on with this choice; it is entered there.
 
         Raises Refused: by policy at_decode, or since no decode instance is alive."""
-        admitted.gone(choice)
-        if not self._computed or admitted.wanted.promised or admitted.handed_over:
-            instance = self._offer(admitted, choice)
-            if instance is not None:
-                return instance
-        computed = _Computed(admitted, choice, asyncio.get_running_loop().create_future())
-        self._computed.append(computed)
-        self.poke()
-        try:
-            return await computed.told
-        finally:
-            if computed in self._computed:
-                self._computed.remove(computed)
-
-    def _offer(self, admitted: Admitted, choice: int) -> Instance | None:
-        """Give the choice a decode instance, and enter it there; None if it must wait. Raises Refused."""
-        if admitted.refused is not None:
-            raise admitted.refused
-        wanted, now = admitted.wanted, _now()
-        candidate = Candidate(wanted.prompt.tokens, wanted.priority, wanted.limits, wanted.arrived_at)
-        judge = self.gate.best if wanted.promised or admitted.handed_over else self.gate.hand_over
-        judgement = judge(candidate, self._view, self.estimates, self.lengths, now)
-        if judgement.verdict is Verdict.HOLD:
-            return None
-        if judgement.verdict is Verdict.REFUSE:
-            admitted.refused = Refused(judgement.refusal(429))
-            raise admitted.refused
-        if judgement.decode is None:
-            raise Refused(Refusal("no_decode", "; ".join(self._view.missing()), RETRY_NOBODY_S))
-        admitted.moved(choice, judgement.decode, now, handed_over=True)
-        admitted.handed_over = True
-        return judgement.decode
-
-    def _walk_computed(self) -> None:
-        """Hand over those that fit by now: first computed, first served, as in decode engines. Behind one that
-        does not fit only those move whose time is up, or whose request has a place already."""
-        now, blocked = _now(), False
-        for computed in list(self._computed):
-            admitted, wanted = computed.admitted, computed.admitted.wanted
-            if computed.told.done():
-                continue  # its client has left in this turn of the loop, and takes it out
-            over = now > wanted.arrived_at + wanted.limits.ttft_s - SOON_S
-            if blocked and not (over or admitted.handed_over or admitted.refused):
-                continue
-            try:
-                instance = self._offer(admitted, computed.choice)
-            except Refused as refused:
-                computed.told.set_exception(refused)
-            else:
-                if instance is None:
-                    blocked = True
-                    continue
-                computed.told.set_result(instance)
-            self._computed.remove(computed)
+        return await self._computed.hand_over(admitted, choice)
 
     def joined(self, admitted: Admitted, choice: int) -> float:
         """Its KV has arrived, and it decodes from now on. Returns what a step there is predicted to take now."""
@@ -347,7 +309,7 @@ class Admission:
         stream = admitted.stream(choice)
         if stream is not None and stream.joined_at is not None:
             self.gate.observe_residence(_now() - stream.joined_at)
-        self.lengths.observe(admitted.wanted.priority, tokens, _now())
+        self.lengths.observe(admitted.wanted.priority, tokens)
         admitted.gone(choice)
 
     def cut(self, admitted: Admitted, choice: int, tokens: int) -> None:
@@ -386,10 +348,6 @@ async def _refresh(waiting: _Waiting, lookup: Lookup) -> None:
     while True:
         await asyncio.sleep(LOOKUP_EVERY_S)
         waiting.found = await lookup() or waiting.found
-
-
-def _full(held: int) -> Refusal:
-    return Refusal("queue_full", f"{held} requests wait already, as many as are allowed", FULL_RETRY_S, 429)
 
 
 def _now() -> float:

@@ -7,23 +7,23 @@
 All policies share this, and differ in whom they expect in decode then (`forecast.PRESENCES`). `none` tests
 nothing. `at_decode`, the baseline, tests decode only when the prefill is done (`hand_over`), and so wastes
 prefills. Where too few fresh samples support a prediction, nothing is refused by it: what is not known is
-not full.
+not full. But what will be known in a moment is waited for.
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from conductor.ask import Limits, Priority, Refusal
 from conductor.estimate import Estimates
-from conductor.forecast import PRESENCES, STALE_REPORTS, Forecast, Outlook, Presence, survival
+from conductor.forecast import PRESENCES, Forecast, Outlook, Presence, survival
 from conductor.lengths import Lengths
-from conductor.view import Instance, View
+from conductor.mean import Mean
+from conductor.rules import AT_DECODE, NONE, Rules
+from conductor.view import STALE_REPORTS, Instance, View
+from protocol.ids import Incarnation
 from protocol.registry import Pool
-
-NONE, AT_DECODE = "none", "at_decode"
-POLICIES = (NONE, *PRESENCES)
-"""Names of the admission policies."""
 
 RETRY_GRID_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 """Waits that a refused client may be told. Sooner, nothing has changed; later, nothing can be foretold."""
@@ -31,8 +31,13 @@ RETRY_GRID_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 SOON_S = 0.5
 """Before its TTFT limit so long a computed prompt that was promised room goes to decode, room or not."""
 
-MEAN_SAMPLES = 1000
-"""A running mean follows its samples with this weight at the latest: as far back as `lengths` looks."""
+NEAR_S = 1.0
+"""Batch goes to prefill when its turn is this near: time enough to get there before the instance runs dry. What
+stands in an instance's queue is overtaken by nobody."""
+
+LEARN_S = 2.0
+"""So old a request may get waiting for the pace of a decode instance to be known: what runs there tells it within
+some steps and a report."""
 
 
 class Verdict(Enum):
@@ -42,37 +47,6 @@ class Verdict(Enum):
     HOLD = "hold"
     """Wait, and be judged again when something has changed."""
     REFUSE = "refuse"
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How to judge. The Conductor's configuration has the same fields, with their sentences."""
-
-    policy: str = "survival"
-    """One of POLICIES."""
-    reserve: bool = True
-    """Whether what is admitted and still in prefill counts as there, and what is doubtful by `z`."""
-    hold: bool = True
-    """Whether what does not fit waits, while its TTFT limit is within reach."""
-    z: float = 2.0
-    """Standard deviations added to what is expected of decode, with `reserve`."""
-    margin: float = 0.0
-    """A prediction is too long beyond its limit and this share of it."""
-    hysteresis: float = 0.0
-    """After one was held or refused, the next needs a prediction below the limit by this share of it."""
-    samples_min: int = 8
-    """Fresh samples of a kind of instance, with fewer of which nothing is refused by its predictions."""
-    residence_s: float = 0.0
-    """The report's t_d for `predictive`; 0 takes the running mean."""
-    batch_share: float = 0.8
-    """Batch requests may fill this share of decode's limits; the rest is kept for interactive ones."""
-    size_blind: bool = False
-    """Whether each prompt is judged as if it were of mean size: a control, since a test of what fits refuses
-    the long ones first."""
-
-    def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ValueError(f"admission must be one of {', '.join(POLICIES)}, not {self.policy!r}")
 
 
 @dataclass(frozen=True)
@@ -94,6 +68,14 @@ class Candidate:
     """Answers that it asks for."""
     held: bool = False
     """Whether it has waited for room in decode: if its time then runs out, that was the reason."""
+    avoid: Collection[Incarnation] = ()
+    """Lives of instances that have failed it."""
+    yields: bool = False
+    """Whether interactive requests shall not stand behind it: batch, but for what has waited long."""
+    waiting: int = 0
+    """Requests that are held besides it."""
+    waiting_tokens: int = 0
+    """Of their prompts."""
 
     @property
     def prefill_s(self) -> float:
@@ -107,7 +89,8 @@ class Judgement:
 
     verdict: Verdict
     decode: Instance | None
-    """Where it decodes, or has to wait for room; None if it is refused, or if no decode instance is alive."""
+    """Where it decodes, or has to wait for room; None if it is refused, or waits for its turn in prefill, or if no
+    decode instance is alive."""
     limits: Limits
     ttft_s: float
     """Predicted, from its arrival."""
@@ -126,19 +109,6 @@ class Judgement:
         return Refusal(self.reason, self.text, self.retry_after_s, status, self.ttft_s, self.tbt_s, self.limits)
 
 
-@dataclass
-class Mean:
-    """A running mean; recent samples weigh more once there are MEAN_SAMPLES."""
-
-    value: float = 0.0
-    samples: int = 0
-
-    def add(self, sample: float) -> None:
-        """One more."""
-        self.samples = min(self.samples + 1, MEAN_SAMPLES)
-        self.value += (sample - self.value) / self.samples
-
-
 @dataclass(frozen=True)
 class _Scene:
     """What one judgement looks at."""
@@ -148,6 +118,11 @@ class _Scene:
     estimates: Estimates
     lengths: Lengths
     now: float
+
+    @property
+    def decodes(self) -> list[Instance]:
+        """Where it may decode."""
+        return self.view.able(Pool.DECODE, self.now, self.candidate.avoid)
 
     @property
     def waited_s(self) -> float:
@@ -166,7 +141,7 @@ class _Scene:
 class Gate:
     """Judges requests one by one. Owns what it has learnt of the traffic, and which classes it holds up.
 
-    Mutates: observe_residence, observe_prompt, judge, hand_over.
+    Mutates: observe_residence, observe_prompt, reopen, judge, hand_over.
     """
 
     rules: Rules
@@ -184,6 +159,24 @@ class Gate:
         """A prompt of this length arrived."""
         self._prompt.add(tokens)
 
+    @property
+    def closed(self) -> bool:
+        """Whether it holds up any class."""
+        return bool(self._closed)
+
+    def reopen(self, present: Collection[Priority]) -> None:
+        """Hold up only classes of which somebody waits or runs: of the others nobody would ever open it."""
+        self._closed &= set(present)
+
+    def drain_s(self, view: View, requests: int, tokens: int) -> float:
+        """How long it takes until so many held requests, with so many tokens in their prompts, have their place in
+        decode: as long as equally much of what runs there takes to leave. 0: nobody knows yet."""
+        batches = [instance.batch for instance in view.of(Pool.DECODE)]
+        rows, context = sum(rows for rows, _ in batches), sum(context for _, context in batches)
+        if not rows or not self._residence.samples:
+            return 0.0
+        return self._residence.value * max(requests / rows, tokens / max(context, 1))
+
     def judge(
         self, candidate: Candidate, view: View, estimates: Estimates, lengths: Lengths, now: float
     ) -> Judgement:
@@ -194,6 +187,9 @@ class Gate:
         ranked = self._ranked(scene)
         if rules.policy in (NONE, AT_DECODE):
             return _admit(scene, ranked)
+        if rules.hold and candidate.yields and (candidate.queue_s or 0.0) > NEAR_S:
+            text = f"Its turn would come in {candidate.queue_s:.3g} s: it waits where others can go before it."
+            return Judgement(Verdict.HOLD, None, candidate.limits, scene.ttft_s, reason="ttft", text=text)
         return self._decide(scene, self._tested(scene, ranked), hold=rules.hold)
 
     def hand_over(
@@ -208,7 +204,7 @@ class Gate:
         scene, policy = _Scene(done, view, estimates, lengths, now), self.rules.policy
         ranked = self._ranked(scene, reserve=False)
         if policy == AT_DECODE:
-            tested = self._outlook(scene, PRESENCES[AT_DECODE], now).rank(view.of(Pool.DECODE), estimates)
+            tested = self._outlook(scene, PRESENCES[AT_DECODE], now).rank(scene.decodes, estimates)
             return self._decide(scene, tested, hold=not self._late(scene))
         if policy == NONE or not self.rules.hold or scene.waited_s > candidate.limits.ttft_s - SOON_S:
             return _admit(scene, ranked)
@@ -232,7 +228,8 @@ class Gate:
         if taker is None and tested:
             if all(self._never(scene, forecast) for forecast in tested):
                 return self._full(scene, tested[0], hold=False)
-            self._closed.add(scene.candidate.priority)
+            if self.rules.hysteresis:
+                self._closed.add(scene.candidate.priority)
             return self._full(scene, tested[0], hold=hold)
         self._closed.discard(scene.candidate.priority)
         return _admit(scene, [taker] if taker else [])
@@ -240,6 +237,8 @@ class Gate:
     def _never(self, scene: _Scene, forecast: Forecast) -> bool:
         """Whether it does not even fit on this instance alone: no waiting mends that."""
         candidate, instance = scene.candidate, forecast.instance
+        if not self._known(scene, Pool.DECODE, instance.kind):
+            return False
         rows, tokens = candidate.choices, candidate.choices * self._size(candidate)
         capacity = instance.load.blocks_total * scene.view.manifest.layout.block_tokens
         alone_s = scene.estimates.step(instance.kind).at(rows, tokens)
@@ -260,7 +259,8 @@ class Gate:
     def _takes(self, scene: _Scene, forecast: Forecast) -> bool:
         """Whether a decode instance, as foretold with the candidate in its batch, keeps the limits."""
         if not self._known(scene, Pool.DECODE, forecast.instance.kind):
-            return True
+            runs = any(stream.joined_at is not None for stream in forecast.instance.streams.values())
+            return not (self.rules.hold and runs and scene.waited_s < LEARN_S)
         bound_s, share = self._bound(scene.candidate, forecast)
         return forecast.step_s <= bound_s and forecast.memory_share <= share
 
@@ -314,7 +314,7 @@ class Gate:
         must count what is on its way, or all go where it is emptiest now. At the hand-over without one: what comes
         much later has a choice of its own then, and would outweigh what is there."""
         outlook = self._outlook(scene, survival, scene.hand_over_at, reserve=reserve)
-        return outlook.rank(scene.view.of(Pool.DECODE), scene.estimates)
+        return outlook.rank(scene.decodes, scene.estimates)
 
     def _tested(self, scene: _Scene, ranked: list[Forecast]) -> list[Forecast]:
         """The same instances in the same order, as the policy sees them."""
@@ -340,7 +340,7 @@ class Gate:
         )
         excess_s = candidate.prefill_s - limit_s  # of a newcomer, which has waited for nothing yet
         never = (candidate.compute_s or 0.0) > limit_s
-        retry_s = RETRY_GRID_S[-1] if never else min(max(excess_s, RETRY_GRID_S[0]), RETRY_GRID_S[-1])
+        retry_s = RETRY_GRID_S[-1] if never else self._behind(scene, max(excess_s, RETRY_GRID_S[0]))
         return _refuse(scene, None, "ttft", text, retry_s)
 
     def _full(self, scene: _Scene, best: Forecast, *, hold: bool) -> Judgement:
@@ -356,13 +356,23 @@ class Gate:
         return Judgement(Verdict.HOLD, best.instance, limits, ttft_s, best.step_s, "tbt", text)
 
     def _retry_s(self, scene: _Scene, instance: Instance) -> float:
-        """The first wait after which an equal request is expected to fit there, if nobody else comes."""
+        """The first wait after which an equal request is expected to fit there, if nobody comes but those who are
+        held already."""
+        if not self._known(scene, Pool.DECODE, instance.kind):
+            return self._behind(scene, RETRY_GRID_S[0])
         line = scene.estimates.step(instance.kind)
         for wait_s in RETRY_GRID_S:
             outlook = self._outlook(scene, survival, scene.hand_over_at + wait_s, reserve=True)
             if self._takes(scene, outlook.of(instance, line)):
-                return wait_s
+                return self._behind(scene, wait_s)
         return RETRY_GRID_S[-1]
+
+    def _behind(self, scene: _Scene, wait_s: float) -> float:
+        """`wait_s` after those who are held: who comes back stands behind them."""
+        candidate = scene.candidate
+        return min(
+            wait_s + self.drain_s(scene.view, candidate.waiting, candidate.waiting_tokens), RETRY_GRID_S[-1]
+        )
 
 
 def _admit(scene: _Scene, ranked: list[Forecast]) -> Judgement:
@@ -376,22 +386,3 @@ def _admit(scene: _Scene, ranked: list[Forecast]) -> Judgement:
 def _refuse(scene: _Scene, best: Forecast | None, reason: str, text: str, retry_after_s: float) -> Judgement:
     limits, tbt_s = scene.candidate.limits, best.step_s if best else None
     return Judgement(Verdict.REFUSE, None, limits, scene.ttft_s, tbt_s, reason, text, retry_after_s)
-
-
-def pool_load(view: View, estimates: Estimates, pool: Pool, limits: Limits, now: float) -> float:
-    """The Mooncake report's load of the prefill or the decode pool: its predicted latency over the limit.
-
-    Prefill: the longest queue over the TTFT limit; decode: the mean step time, with what runs now, over the TBT
-    limit. 0 for an empty pool, and where there is no limit."""
-    instances = view.of(pool)
-    if not instances:
-        return 0.0
-    if pool is Pool.PREFILL:
-        return max(instance.queue_s(now) for instance in instances) / limits.ttft_s
-    return sum(_step_s(instance, estimates) for instance in instances) / len(instances) / limits.tbt_s
-
-
-def _step_s(instance: Instance, estimates: Estimates) -> float:
-    """Of a step with what the ledger says runs there; 0 of an idle instance."""
-    rows, context = instance.batch
-    return estimates.step(instance.kind).at(rows, context) if rows else 0.0

@@ -13,14 +13,14 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 
 from conductor.admission import Admission
-from conductor.admitted import Admitted, Wanted
+from conductor.admitted import Admitted
 from conductor.ask import Ask, Failed, Readiness, Refusal, Refused, Reply
-from conductor.job import Choice, Job, Placed, decode_message, prefill_message
+from conductor.job import Choice, Job, Placed, decode_message, prefill_message, wanted_of
 from conductor.lease import Countdown, HeldLease, Room
 from conductor.metrics import Metrics
 from conductor.peers import Peers
-from conductor.place import Prompt
 from conductor.registry import Registry
+from conductor.retries import Retries
 from conductor.view import Instance, View
 from decode_pool.api import DecodeBusy, Ended, Joined, Tokens
 from engine.api import Sampled
@@ -28,7 +28,7 @@ from engine.ending import end_of
 from kvcache_pool.api import Acquire, DirectoryLink, Found, LeaseLost, PoolFull, new_lease
 from prefill_pool.api import PrefillBusy, Prefilled, PrefixLost, StoreLost
 from protocol.blocks import block_hashes
-from protocol.errors import Abandoned, BadMessage, DangoError, DeadlineExceeded, PeerLost
+from protocol.errors import Abandoned, BadMessage, Broken, DangoError, DeadlineExceeded, PeerLost
 from protocol.ids import BlockHash, Ids, RequestId
 from protocol.message import Message
 from protocol.rpc import Client
@@ -43,7 +43,10 @@ RETRY_BUSY_S = 1.0
 ROUNDING_S = 0.001
 """Two deadlines that are meant to be the same differ by less."""
 
-AGAIN = (PeerLost, Abandoned, DeadlineExceeded, PrefixLost, StoreLost, LeaseLost)
+FAULTS = (PeerLost, Broken, PrefixLost, StoreLost)
+"""Failures of an instance: its connection, its machine, or its way to the pool."""
+
+AGAIN = (*FAULTS, Abandoned, DeadlineExceeded, LeaseLost)
 """Failures of an instance or of the pool, not of the request: another placement may well succeed."""
 
 BUSY = (PoolFull, PrefillBusy, DecodeBusy)
@@ -74,6 +77,7 @@ class Dispatcher:
         self._admission = admission
         self._in_flight_max = in_flight_max
         self._room = Room()
+        self._retries = Retries(in_flight_max)
         self._in_flight = 0
         self._draining = False
         self._timeouts: set[asyncio.Timeout] = set()
@@ -130,12 +134,16 @@ class Dispatcher:
         try:
             return await self._attempt(job, choices)
         except AGAIN as error:
-            log.warning("placed again: %s", error, extra={"request": job.request})
-            self._metrics.replaced()
+            failure = error
         for choice in choices:
             await self._end_if_over(job, choice)
         # The choices have gone different ways by now, so each is a prompt, and a request, of its own.
         left = [(replace(job, request=RequestId(f"{job.request}.{c.index}")), c) for c in choices if not c.ended]
+        if not self._retries.take(len(left)):
+            self._metrics.not_replaced()
+            raise failure
+        log.warning("placed again: %s", failure, extra={"request": job.request})
+        self._metrics.replaced()
         job.told.apart = len(left) > 1
         await together(self._attempt(again, [choice]) for again, choice in left)
 
@@ -144,7 +152,7 @@ class Dispatcher:
         ask, tokens = job.ask, job.ask.prompt + choices[0].output
         root = self._view.manifest.root(ask.tenant, ask.salt)
         blocks = block_hashes(root, tokens)
-        wanted = self._wanted(job, choices, len(tokens))
+        wanted = wanted_of(job, choices, len(tokens), self._view.manifest.layout.block_tokens)
         with await self._admission.admit(
             wanted, lambda: self._lookup(blocks[: wanted.prompt.reusable])
         ) as admitted:
@@ -158,19 +166,6 @@ class Dispatcher:
                 firsts = zip(choices, await self._firsts(job, choices, placed), strict=True)
                 joining = Countdown(len(choices), held)
                 await together(self._follow(job, c, first, placed, joining) for c, first in firsts)
-
-    def _wanted(self, job: Job, choices: list[Choice], tokens: int) -> Wanted:
-        reusable = (tokens - 1) // self._view.manifest.layout.block_tokens
-        return Wanted(
-            request=job.request,
-            prompt=Prompt(tokens, reusable),
-            choices=[choice.index for choice in choices],
-            priority=job.ask.priority,
-            limits=job.ask.limits,
-            arrived_at=job.arrived_at,
-            ends_at=job.ends_at,
-            told=job.told,
-        )
 
     async def _lookup(self, blocks: list[BlockHash]) -> Found | None:
         """How much of the prompt is cached, and where. None while there is nobody to compute the rest, or no
@@ -211,9 +206,9 @@ class Dispatcher:
     async def _prefill(self, job: Job, choices: list[Choice], placed: Placed) -> Prefilled:
         plan = placed.admitted.plan
         message = prefill_message(job, choices, placed, self._directory.address)
-        async with self._watched(plan.prefill):
+        async with self._watched(job, plan.prefill):
             prefilled = await self._peer(plan.prefill).call(message, Prefilled, within_s=job.left_s)
-        if plan.source is not None and plan.own == 0 and prefilled.load_s:  # else part of the time was for its own
+        if plan.source is not None and plan.own == 0 and prefilled.load_s:  # else its own may be what took long
             self._admission.estimates.learn_transfer(plan.source, plan.fetched_bytes, prefilled.load_s, _now())
         self._metrics.observe_queue(prefilled.queue_s)
         self._metrics.observe_prefill(prefilled.compute_s)
@@ -244,6 +239,8 @@ class Dispatcher:
             return placed.admitted.decode(choice.index)
         said = Tokens([first.token], [] if choice.sampling.logprobs is None else [first], [0.0])
         over = end_of(choice.sampling, choice.output + Ids("I", said.tokens)) is not None
+        if over and placed.admitted.refused is not None:
+            raise placed.admitted.refused  # of a request that is refused no choice says a word
         instance = None if over else await self._admission.hand_over(placed.admitted, choice.index)
         ended = await self._emit(job, choice, said) or await self._end_if_over(job, choice)
         return None if ended else instance
@@ -254,7 +251,7 @@ class Dispatcher:
         """Decode: from the second token on, or from the rest of the prompt on."""
         choice.decode_from, message = _now(), decode_message(job, choice, placed)
         async with (
-            self._watched(instance),
+            self._watched(job, instance),
             self._peer(instance).stream(message, within_s=job.left_s) as stream,
         ):
             async for answer in stream:
@@ -321,19 +318,26 @@ class Dispatcher:
     def _peer(self, instance: Instance) -> Client:
         """The connection to an instance. Raises PeerLost if it was given up since the request was placed there: a
         connection that is made after that is nobody's to close."""
-        living = self._view.find(instance.name)
-        if living is None or living.incarnation != instance.incarnation:
+        if not self._view.lives(instance):
             raise PeerLost(f"{instance.name} was given up")
         return self._peers.of(instance)
 
     @contextlib.asynccontextmanager
-    async def _watched(self, instance: Instance) -> AsyncIterator[None]:
-        """If the connection to `instance` breaks, place nothing more there until it registers again."""
+    async def _watched(self, job: Job, instance: Instance) -> AsyncIterator[None]:
+        """Remember whether `instance` did what it was given. If its connection breaks, place nothing more there
+        until it registers again."""
+        began, health = _now(), self._view.health
         try:
             yield
-        except PeerLost:
-            await self._registry.give_up(instance)
+        except FAULTS as error:
+            job.failed_by.add(instance.incarnation)
+            if self._view.lives(instance) and health.failed(instance.incarnation, began, _now()):
+                log.warning("ejected: %s", error, extra={"instance": instance.name})
+                self._metrics.ejected(instance.pool)
+            if isinstance(error, PeerLost):
+                await self._registry.give_up(instance)
             raise
+        health.succeeded(instance.incarnation, began)
 
     @contextlib.contextmanager
     def _logged(self, job: Job, choices: list[Choice]) -> Iterator[None]:
@@ -369,6 +373,7 @@ class Dispatcher:
         """Count a request in flight. Raises Refused beyond the bound."""
         if self._draining:
             raise Refused(Refusal("draining", "the service is shutting down", RETRY_BUSY_S))
+        self._retries.came()
         if self._in_flight >= self._in_flight_max:
             text = f"{self._in_flight} requests are in flight, as many as are allowed"
             raise Refused(Refusal("queue_full", text, RETRY_BUSY_S, 429))

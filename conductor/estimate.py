@@ -131,10 +131,6 @@ class Estimates:
             line = self._steps[kind] = StepLine(*self._line(Pool.DECODE, kind, STEP_PRIOR))
         return line
 
-    def step_s(self, kind: str, batch: float, context: float) -> float:
-        """Of a decode step with `batch` sequences that have `context` tokens together."""
-        return self.step(kind).at(batch, context)
-
     def learn_transfer(self, source: SegmentId, bytes_: int, seconds: float, now: float) -> None:
         """A segment sent `bytes_` of KV in `seconds`, to whom and over what it may be."""
         self._senders.learn(source, bytes_, seconds, now)

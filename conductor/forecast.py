@@ -26,11 +26,8 @@ from types import MappingProxyType
 from conductor.ask import Priority
 from conductor.estimate import Estimates, StepLine
 from conductor.lengths import Tail
-from conductor.view import Instance, Stream
+from conductor.view import STALE_REPORTS, Instance, Stream
 from protocol.registry import REPORT_EVERY_S
-
-STALE_REPORTS = 3
-"""A report older than so many (two are missing) says nothing of what runs now: the ledger is believed then."""
 
 CANDIDATES_MAX = 8
 """Exact forecasts in one decision. Those that a rough sum ranks below the eighth do not win in the exact one."""
@@ -169,7 +166,7 @@ class Outlook:
         """At the start of a span; who is due before its end is there already."""
         moment = Moment(self.now, start, tokens_s, self.interactive, self.batch, self.residence_s)
         rows, tokens, variance, tokens_variance, promised_s = self._sums(instance, line, moment, until)
-        if instance.foreign and self.now - instance.heard_at <= self.stale_s:
+        if instance.foreign and self.now - instance.reported_at <= self.stale_s:
             rows += instance.foreign
             tokens += instance.foreign * instance.load.context_tokens / max(instance.load.running, 1)
         alone = rows == 0.0

@@ -3,14 +3,15 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from conductor.admitted import Admitted, Told
+from conductor.admitted import Admitted, Told, Wanted
 from conductor.ask import Ask, Reply
 from conductor.lease import HeldLease
+from conductor.place import Prompt
 from decode_pool.api import Decode, Joined
 from engine.api import Sampling
 from kvcache_pool.api import Lease
 from prefill_pool.api import Prefill
-from protocol.ids import BlockHash, Ids, RequestId, token_ids
+from protocol.ids import BlockHash, Ids, Incarnation, RequestId, token_ids
 
 
 @dataclass
@@ -41,6 +42,8 @@ class Job:
     reused_tokens: int = 0
     told: Told = field(default_factory=Told)
     """One for all jobs that this request has become."""
+    failed_by: set[Incarnation] = field(default_factory=set)
+    """Lives of instances that have failed it: it is not placed there again. One for all jobs, as above."""
 
     def admitted(self) -> None:
         """An attempt begins; the client hears of the first."""
@@ -76,6 +79,20 @@ class Placed:
     tokens: Ids
     blocks: list[BlockHash]
     """Of those that the lease names: all full ones, or only what a decode instance loads."""
+
+
+def wanted_of(job: Job, choices: list[Choice], tokens: int, block_tokens: int) -> Wanted:
+    """A job as admission sees it, with a prompt of so many tokens."""
+    return Wanted(
+        request=job.request,
+        prompt=Prompt(tokens, (tokens - 1) // block_tokens, job.failed_by),
+        choices=[choice.index for choice in choices],
+        priority=job.ask.priority,
+        limits=job.ask.limits,
+        arrived_at=job.arrived_at,
+        ends_at=job.ends_at,
+        told=job.told,
+    )
 
 
 def prefill_message(job: Job, choices: list[Choice], placed: Placed, directory: str) -> Prefill:

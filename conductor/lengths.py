@@ -192,8 +192,8 @@ class Lengths:
         self._all = _Sample()
         self._classes = {priority.value: _Sample() for priority in Priority}
 
-    def observe(self, priority: Priority, tokens: int, now: float) -> None:
-        """An answer ended by itself, after `tokens` (at least 1). Age is counted in answers, whatever `now` is."""
+    def observe(self, priority: Priority, tokens: int) -> None:
+        """An answer ended by itself, after `tokens` (at least 1)."""
         self._add(priority, tokens, ended=True)
 
     def censored(self, priority: Priority, said: int) -> None:
@@ -207,17 +207,9 @@ class Lengths:
                 return sample.tail
         return PRIOR
 
-    def survives(self, priority: Priority, said: float, more: float) -> float:
-        """P(length > said + more | length > said): that an answer goes on for `more` tokens."""
-        return self.tail(priority).survives(said, more)
-
     def mean(self, priority: Priority) -> float:
         """Tokens of an answer that has not begun."""
         return self.tail(priority).mean_left(0.0)
-
-    def mean_left(self, priority: Priority, said: float) -> float:
-        """Tokens still expected of an answer that has come so far."""
-        return self.tail(priority).mean_left(said)
 
     def _add(self, priority: Priority, tokens: int, *, ended: bool) -> None:
         for sample in (self._classes[priority.value], self._all):

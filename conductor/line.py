@@ -84,6 +84,11 @@ class Line:
         """Prompt tokens of all that are held."""
         return self._tokens
 
+    @property
+    def classes(self) -> set[Priority]:
+        """Of those that are held."""
+        return {entry[-1].priority for entry in self._order}
+
     def add(self, held: Held, now: float) -> list[Held] | None:
         """Let one in; returns whom it pushed out: if it is interactive and the line is full, batch requests that
         stood last. None: there is no room for it, and nothing has changed.
@@ -103,6 +108,10 @@ class Line:
         """Whether one that is not held may be judged at once. If not, it must queue behind a barrier."""
         self._age(now)
         return self._barrier is None or self._entry(newcomer, now) < self._barrier
+
+    def yields(self, held: Held, now: float) -> bool:
+        """Whether interactive requests go before this one: it is batch, and has not waited for long."""
+        return self._entry(held, now)[0] == BACK
 
     def candidates(self, now: float) -> Iterator[Held]:
         """Those that may be judged, in order, down to a barrier. The line may change while this goes on: who has

@@ -135,12 +135,20 @@ class Metrics:
         self._placed.inc()
 
     def replaced(self) -> None:
-        """A prompt was placed again, since an instance died."""
+        """A prompt was placed again, since an instance failed it."""
         self._replaced.inc()
 
     def rest_on_decode(self) -> None:
         """A decode instance computed the rest of a prompt, without a prefill."""
         self._rests.inc()
+
+    def not_replaced(self) -> None:
+        """A prompt that an instance failed was not placed again: too many have been."""
+        self._not_replaced.inc()
+
+    def ejected(self, pool: Pool) -> None:
+        """An instance failed too often, or its probe did: it is left alone for a while."""
+        self._ejections[pool].inc()
 
     # --- the judgement
 
@@ -180,6 +188,10 @@ class Metrics:
         self._evicted.inc(_growth(before.evicted, load.evicted))
         self._bad_frames.inc(_growth(before.bad_frames, load.bad_frames))
         self._sum_up(pool)
+
+    def set_stale(self, pool: Pool, instances: int) -> None:
+        """So many living instances have not reported lately; the Conductor goes by its own ledger for them."""
+        self._stale[pool].set(instances)
 
     def drop_instance(self, pool: Pool, instance: str) -> None:
         """An instance left, or died."""
@@ -246,8 +258,15 @@ class Metrics:
         self._evicted = self._counter("dango:evicted_blocks", "Blocks evicted.")
         self._bad_frames = self._counter("dango:bad_frames", "Frames dropped because they were no message.")
         self._placed = self._counter("dango:placements", "Prompts that were given their instances.")
-        self._replaced = self._counter("dango:replacements", "Prompts placed again since an instance died.")
+        self._replaced = self._counter("dango:replacements", "Prompts placed again since an instance failed.")
         self._rests = self._counter("dango:rests_on_decode", "Prompts whose rest a decode instance computed.")
+        self._not_replaced = self._counter(
+            "dango:replacements_denied", "Prompts not placed again since too many have been."
+        )
+        ejections = Counter(
+            "dango:ejections", "Instances left alone for a while.", ["model_name", "pool"], registry=self.registry
+        )
+        self._ejections = {pool: ejections.labels(self._model, pool.value) for pool in (Pool.PREFILL, Pool.DECODE)}
         refusals = Counter("dango:refusals", "Refusals.", ["model_name", "reason"], registry=self.registry)
         self._refusals = {reason: refusals.labels(self._model, reason) for reason in REASONS}
         steps = Counter("dango:steps", "Forward passes.", ["model_name", "pool"], registry=self.registry)
@@ -279,6 +298,13 @@ class Metrics:
         self._pool_load = {pool: load.labels(self._model, pool.value) for pool in (Pool.PREFILL, Pool.DECODE)}
         up = Gauge("dango:instances_up", "Instances alive.", ["model_name", "pool"], registry=self.registry)
         self._up = {pool: up.labels(self._model, pool.value) for pool in Pool}
+        stale = Gauge(
+            "dango:stale_instances",
+            "Instances alive whose latest report is too old to go by.",
+            ["model_name", "pool"],
+            registry=self.registry,
+        )
+        self._stale = {pool: stale.labels(self._model, pool.value) for pool in Pool}
         blocks = Gauge(
             "dango:blocks",
             "Blocks of a pool: used (committed, without a lease), free, leased, pending.",

@@ -11,7 +11,7 @@ idle: if one took them all, its home would push out what is in use while others 
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from conductor.ask import Refusal
 from conductor.estimate import Estimates
 from conductor.view import Instance, View
 from kvcache_pool.api import Found
-from protocol.ids import SegmentId
+from protocol.ids import Incarnation, SegmentId
 from protocol.registry import Pool
 
 RETRY_NOBODY_S = 2.0
@@ -39,6 +39,8 @@ class Prompt:
     tokens: int
     reusable: int
     """Blocks of it that may be taken from the cache: all full ones, but the last token is always computed."""
+    avoid: Collection[Incarnation] = ()
+    """Lives of instances that have failed it."""
 
 
 @dataclass(frozen=True)
@@ -104,25 +106,24 @@ Policy = Callable[[Scene, Prompt, Found], Plan]
 def global_cache_aware(scene: Scene, prompt: Prompt, found: Found) -> Plan:
     """Algorithm 1: least predicted time to first token, where a longer prefix may come from elsewhere."""
     costs = _Costs(scene, prompt, found)
-    return _least_ttft(costs.cheapest(instance) for instance in scene.view.of(Pool.PREFILL))
+    return _least_ttft(costs.cheapest(instance) for instance in _able(scene, prompt))
 
 
 def local_cache_aware(scene: Scene, prompt: Prompt, found: Found) -> Plan:
     """Least predicted time to first token, where an instance uses only what its own home holds."""
     costs = _Costs(scene, prompt, found)
-    return _least_ttft(costs.at_home(instance) for instance in scene.view.of(Pool.PREFILL))
+    return _least_ttft(costs.at_home(instance) for instance in _able(scene, prompt))
 
 
 def load_balance(scene: Scene, prompt: Prompt, found: Found) -> Plan:
     """The shortest queue in seconds. Chosen without a look at the cache; what its home holds is then used."""
-    instances = scene.view.of(Pool.PREFILL)
-    chosen = min(instances, key=lambda i: (i.queue_s(scene.now), *_among_equals(i)))
+    chosen = min(_able(scene, prompt), key=lambda i: (i.queue_s(scene.now), *_among_equals(i)))
     return _Costs(scene, prompt, found).at_home(chosen)
 
 
 def random(scene: Scene, prompt: Prompt, found: Found) -> Plan:
     """Any instance, each equally likely. Chosen without a look at anything; what its home holds is then used."""
-    instances = scene.view.of(Pool.PREFILL)
+    instances = _able(scene, prompt)
     return _Costs(scene, prompt, found).at_home(instances[scene.dice(len(instances))])
 
 
@@ -259,6 +260,10 @@ def longest_two(held: Mapping[str, int], sending: Mapping[SegmentId, int]) -> li
     A prefix may also go on where neither has it; then these stand for the segments that do."""
     segments = [SegmentId(name) for name in held]
     return sorted(segments, key=lambda segment: (-held[segment], sending.get(segment, 0), segment))[:2]
+
+
+def _able(scene: Scene, prompt: Prompt) -> list[Instance]:
+    return scene.view.able(Pool.PREFILL, scene.now, prompt.avoid)
 
 
 def _least_ttft(plans: Iterable[Plan]) -> Plan:

@@ -13,7 +13,7 @@ from protocol.cluster import Manifest
 from protocol.ids import InstanceId
 from protocol.message import Message
 from protocol.pause import sleep_unless_paused
-from protocol.registry import GetManifest, Heard, Leave, Register, Report, Welcome
+from protocol.registry import GetManifest, Heard, Leave, Pool, Register, Report, Welcome
 from protocol.rpc import Ask, Handler, handler
 
 EXPIRE_EVERY_S = 0.5
@@ -87,6 +87,8 @@ class Registry:
             counted = dropped()
             if not listened:
                 continue  # their reports lie unread
+            for pool in Pool:
+                self._metrics.set_stale(pool, self._view.stale(pool, _now()))
             for instance in self._view.expire(_now()):
                 log.warning("given up: no report", extra={"instance": instance.name})
                 await self._bury(instance)

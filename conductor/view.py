@@ -5,9 +5,11 @@ report that is late means unknown, not full.
 """
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 
 from conductor.ask import Priority
+from conductor.health import Health
 from protocol.cluster import Manifest, Mismatch
 from protocol.ids import Incarnation, InstanceId, RequestId, SegmentId
 from protocol.registry import DEAD_AFTER_REPORTS, REPORT_EVERY_S, Load, Pool, Register, Superseded
@@ -15,6 +17,12 @@ from protocol.registry import DEAD_AFTER_REPORTS, REPORT_EVERY_S, Load, Pool, Re
 DEAD_MAX = 256
 """Ended incarnations that are remembered, so that a late message of theirs is told from a newcomer's."""
 
+STALE_REPORTS = 3
+"""A report older than so many (two are missing) says nothing of what runs now: the ledger is believed then."""
+
+DEAF_TIMES = 10
+"""While nobody at all is heard of, nobody is given up for so many times as long as one would have been: it is this
+side that hears nothing, most likely. Broken connections tell who is really gone."""
 
 Key = tuple[RequestId, int]
 """A request and one of its choices: an entry of the ledger."""
@@ -68,6 +76,9 @@ class Instance:
     host: str
     directory: bool
     heard_at: float
+    """When it last registered or reported: it was alive then."""
+    reported_at: float
+    """When it said what `load` says."""
     kind: str = ""
     load: Load = field(default_factory=Load)
     prompts: dict[Key, Prefilling] = field(default_factory=dict)
@@ -115,9 +126,13 @@ class View:
         """How often instances are asked to report."""
         self.sending: dict[SegmentId, int] = {}
         """Bytes of fetched prefixes that are on their way, by the segment that sends them."""
+        self.health = Health()
+        """Who fails what is placed there. The dispatcher tells it."""
         self._instances: dict[InstanceId, Instance] = {}
         self._ended: dict[Incarnation, None] = {}
         self._turns = 0
+        self._heard_at = -math.inf  # when anybody was last heard of
+        self._patient_until = -math.inf
         self._pools: dict[Pool, list[Instance]] = {}
         self._homes: dict[tuple[InstanceId, str], SegmentId | None] = {}
         self._changed()
@@ -131,22 +146,13 @@ class View:
         self._require_free(message, older)
         if older is not None and older.incarnation != message.incarnation:
             self._end(older)
-        newer = Instance(
-            message.instance,
-            message.incarnation,
-            message.pool,
-            message.address,
-            message.host,
-            message.directory,
-            now,
-            message.kind,
-        )
+        same = older is not None and older.incarnation == message.incarnation
+        # Of the same life all runs on that is there, and what it reported is as old as it was.
+        newer = replace(older, heard_at=now) if older is not None and same else _instance_of(message, now)
         self._instances[message.instance] = newer
         self._changed()
-        if older is None or older.incarnation != message.incarnation:
-            return older
-        newer.prompts, newer.streams = older.prompts, older.streams  # the same life: what is there runs on
-        return None
+        self._hear(now)
+        return None if same else older
 
     def _require_free(self, message: Register, older: Instance | None) -> None:
         """A name belongs to one pool, and the directory to one instance. Raises Mismatch."""
@@ -161,7 +167,8 @@ class View:
         instance = self._instances.get(name)
         if instance is None or instance.incarnation != incarnation:
             return False
-        instance.load, instance.heard_at = load, now
+        instance.load, instance.heard_at, instance.reported_at = load, now, now
+        self._hear(now)
         if instance.pool is Pool.DECODE:
             instance.foreign = max(load.running + load.waiting - len(instance.streams), 0)
         return True
@@ -174,8 +181,10 @@ class View:
         return self._end(instance)
 
     def expire(self, now: float) -> list[Instance]:
-        """Give up those that missed DEAD_AFTER_REPORTS reports. One that was only slow may register again."""
-        silent = [i for i in self._instances.values() if now - i.heard_at > DEAD_AFTER_REPORTS * self.report_s]
+        """Give up those that missed DEAD_AFTER_REPORTS reports, unless all did. They may register again."""
+        if self._dead_s < now - self._heard_at <= DEAF_TIMES * self._dead_s or now < self._patient_until:
+            return []
+        silent = [i for i in self._instances.values() if now - i.heard_at > self._dead_s]
         for instance in silent:
             del self._instances[instance.name]
         if silent:
@@ -196,9 +205,27 @@ class View:
         """The living instances of a pool, by name."""
         return self._pools[pool].copy()
 
+    def lives(self, instance: Instance) -> bool:
+        """Whether it is alive, in this incarnation."""
+        living = self._instances.get(instance.name)
+        return living is not None and living.incarnation == instance.incarnation
+
+    def able(self, pool: Pool, now: float, avoid: Collection[Incarnation] = ()) -> list[Instance]:
+        """Those of a pool that may be given work: who is not ejected, and none of `avoid`, who have failed this
+        request, unless all is forgiven. If nobody is left, then others: a bad chance is better than none."""
+        instances = self.of(pool)
+        if not self.health:
+            return instances
+        takers = [i for i in instances if self.health.takes(i.incarnation, now, idle=i.idle)] or instances
+        return [i for i in takers if i.incarnation not in avoid] or takers
+
     def find(self, name: InstanceId) -> Instance | None:
         """A living instance by name."""
         return self._instances.get(name)
+
+    def stale(self, pool: Pool, now: float) -> int:
+        """Living instances of a pool whose latest report is too old to say what runs there."""
+        return sum(now - instance.reported_at > STALE_REPORTS * self.report_s for instance in self.of(pool))
 
     @property
     def directory(self) -> str | None:
@@ -285,6 +312,16 @@ class View:
         assert sum(map(len, self._pools.values())) == len(self._instances)
         assert all(self.home(i) == self._home(i) for i in self._instances.values())
 
+    @property
+    def _dead_s(self) -> float:
+        return DEAD_AFTER_REPORTS * self.report_s
+
+    def _hear(self, now: float) -> None:
+        """Somebody is heard of. If nobody was for long, the others get time to be heard again."""
+        if self._dead_s < now - self._heard_at < math.inf:
+            self._patient_until = now + self._dead_s
+        self._heard_at = now
+
     def _changed(self) -> None:
         """Who is alive has changed, and with it who is at home where."""
         by_name = sorted(self._instances.values(), key=lambda i: i.name)
@@ -298,3 +335,17 @@ class View:
             del self._ended[next(iter(self._ended))]
         self._changed()
         return instance
+
+
+def _instance_of(message: Register, now: float) -> Instance:
+    return Instance(
+        message.instance,
+        message.incarnation,
+        message.pool,
+        message.address,
+        message.host,
+        message.directory,
+        heard_at=now,
+        reported_at=now,
+        kind=message.kind,
+    )

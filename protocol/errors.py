@@ -46,6 +46,12 @@ class RemoteError(DangoError):
         return RemoteError.kinds.get(kind, RemoteError)(text)
 
 
+class Broken(RemoteError):
+    """Something went wrong inside the callee; its log says what. Another may well succeed."""
+
+    kind = "broken"
+
+
 class Abandoned(RemoteError):
     """The callee heard nothing of its caller for too long, took it for dead, and stopped working for it."""
 

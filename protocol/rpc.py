@@ -23,7 +23,15 @@ from types import TracebackType
 from typing import TypeVar
 
 from protocol.call import Answer, Call
-from protocol.errors import Abandoned, BadMessage, DangoError, DeadlineExceeded, PeerLost, RemoteError
+from protocol.errors import (
+    Abandoned,
+    BadMessage,
+    Broken,
+    DangoError,
+    DeadlineExceeded,
+    PeerLost,
+    RemoteError,
+)
 from protocol.frames import Buffer, Header, Kind, decode, encode, encode_error
 from protocol.message import Message
 from protocol.transport import Link, Port, Transport
@@ -316,7 +324,7 @@ class Server:
             # A fault of ours must reach the one who waits, and must not end the other calls.
             # What it says may be about others: it goes to the log alone.
             log.exception("%s failed", type(message).__name__)
-            await self._answer(peer, encode_error(number, "error", f"{type(message).__name__} failed"))
+            await self._answer(peer, encode_error(number, Broken.kind, f"{type(message).__name__} failed"))
         finally:
             del self._open[key]
 

@@ -51,6 +51,8 @@ class Network:
         """Sent since the start."""
         self.told: Callable[[str, str, Sequence[Buffer]], None] | None = None
         """Hears of each message that is sent: the sites from and to, and its frames."""
+        self.stops: Callable[[str, str, Sequence[Buffer]], bool] | None = None
+        """Says whether a message is lost, of the same."""
 
     def site(self, name: str) -> "Site":
         """A process of this network: a protocol.transport.Transport."""
@@ -161,10 +163,11 @@ class Site:
         for link in list(self._links):
             link.close()
 
-    def tell(self, to: "Site", frames: Sequence[Buffer]) -> None:
-        """A message leaves for another site."""
+    def tell(self, to: "Site", frames: Sequence[Buffer]) -> bool:
+        """A message leaves for another site. False: it is lost on its way, whatever the weather."""
         if self.network.told is not None:
             self.network.told(self.name, to.name, frames)
+        return self.network.stops is None or not self.network.stops(self.name, to.name, frames)
 
     def forget(self, link: "MemoryLink") -> None:
         """The link has been closed."""
@@ -280,8 +283,7 @@ class MemoryLink:
                 raise PeerLost(f"the link to {self.address} is closed")
             await self._met.wait()
         assert self._port is not None
-        if not (self.site.cut or self._port.site.cut):
-            self.site.tell(self._port.site, frames)
+        if not (self.site.cut or self._port.site.cut) and self.site.tell(self._port.site, frames):
             self._out.send((self._peer, [memoryview(frame) for frame in frames]))
 
     async def receive(self) -> list[memoryview]:
@@ -326,8 +328,7 @@ class MemoryPort:
         if known is None:
             raise PeerLost(f"{peer!r} is gone")
         wire, site = known
-        if not (self.site.cut or site.cut):
-            self.site.tell(site, frames)
+        if not (self.site.cut or site.cut) and self.site.tell(site, frames):
             wire.send([memoryview(frame) for frame in frames])
 
     async def receive(self) -> tuple[bytes, list[memoryview]]:

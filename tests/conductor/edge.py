@@ -91,9 +91,17 @@ class Edge:
 @asynccontextmanager
 async def an_edge(tokenizer: Tokenizer, play: Play | None = None, **config: Any) -> AsyncIterator[Edge]:
     """A gateway over a scripted dispatcher, on any free port."""
-    serve, metrics = Scripted(play or Play()), Metrics(MODEL)
     layout = BlockLayout(layers=3, kv_heads=2, head_dim=16, block_tokens=16, kv_type="float32")
     manifest = Manifest(MODEL, "m", tokenizer.digest(), CONTEXT, layout)
+    async with an_edge_over(Scripted(play or Play()), tokenizer, manifest, Metrics(MODEL), **config) as edge:
+        yield edge
+
+
+@asynccontextmanager
+async def an_edge_over(
+    serve: Any, tokenizer: Tokenizer, manifest: Manifest, metrics: Metrics, **config: Any
+) -> AsyncIterator[Edge]:
+    """A gateway over any dispatcher."""
     gateway = Gateway(serve, tokenizer, manifest, metrics, ConductorConfig(**config), random.Random(7))
     runner = gateway.runner()
     await runner.setup()

@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from conductor.admission import Admission
-from conductor.admit import SOON_S, Candidate, Judgement, Verdict
+from conductor.admission import FULL_RETRY_S, Admission
+from conductor.admit import RETRY_GRID_S, SOON_S, Candidate, Judgement, Verdict
 from conductor.admitted import Admitted, Told, Wanted
 from conductor.ask import NO_LIMITS, Limits, Priority, Refused
 from conductor.config import ConductorConfig
 from conductor.metrics import Metrics
 from conductor.place import Prompt
-from conductor.view import View
+from conductor.view import Stream, View
 from kvcache_pool.api import Found
 from protocol.ids import RequestId
 from protocol.registry import Pool
@@ -189,7 +189,7 @@ async def test_a_client_that_leaves_in_the_turn_of_the_walk_does_not_end_the_wal
             await asyncio.sleep(0.1)
             verdict[0] = Verdict.ADMIT
             waiting.cancel()
-            admission._walk_computed()
+            admission._computed.walk()
             await asyncio.gather(waiting, return_exceptions=True)
         await asyncio.sleep(0.05)
     assert decode.idle
@@ -207,3 +207,48 @@ async def test_one_whose_answer_has_begun_meanwhile_is_not_held_any_longer(monke
         admission.poke()
         assert await waiting == "admitted"
     admission.check()
+
+
+async def test_a_class_is_held_up_as_long_as_somebody_of_it_waits_or_runs(monkeypatch: pytest.MonkeyPatch):
+    view = a_pool()
+    admission = an_admission(view, hysteresis=0.2)
+    judging(admission, monkeypatch)
+    closed = admission.gate._closed
+    (decode,) = view.of(Pool.DECODE)
+    view.enter(decode, (RequestId("b"), 0), Stream(10, 0.0, Priority.BATCH))
+    async with running(admission), asyncio.timeout(5.0):
+        closed.update(Priority)
+        waiting = asyncio.create_task(_outcome(admission, asked("i")))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert closed == {Priority.BATCH}, "one of them runs, and of the other nobody was there before this one"
+        closed.update(Priority)
+        await asyncio.sleep(0.05)
+        assert closed == set(Priority), "it is held"
+        view.release(decode, (RequestId("b"), 0), 0.0)
+        admission.poke()
+        await asyncio.sleep(0.05)
+        assert closed == {Priority.INTERACTIVE}
+        admission.drain()
+        assert await waiting == "draining"
+
+
+async def test_who_finds_the_line_full_is_told_how_long_those_who_stand_there_take(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    view = a_pool()
+    admission = an_admission(view, held_max=2)
+    judging(admission, monkeypatch)
+    (decode,) = view.of(Pool.DECODE)
+    view.enter(decode, (RequestId("b"), 0), Stream(100, 0.0, joined_at=0.0))
+    async with running(admission), asyncio.timeout(5.0):
+        held = [asyncio.create_task(_outcome(admission, asked(f"h{n}"))) for n in range(2)]
+        await asyncio.sleep(0.05)
+        for residence_s, retry_s in ((0.0, FULL_RETRY_S), (10.0, 2 * 10.0), (1000.0, RETRY_GRID_S[-1])):
+            if residence_s:
+                admission.gate._residence.value, admission.gate._residence.samples = residence_s, 1
+            with pytest.raises(Refused) as refused:
+                await admission.admit(asked("more"), _nothing)
+            assert (refused.value.refusal.reason, refused.value.refusal.retry_after_s) == ("queue_full", retry_s)
+        admission.drain()
+        await asyncio.gather(*held)

@@ -8,23 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor.admit import (
-    MEAN_SAMPLES,
-    POLICIES,
+    LEARN_S,
+    NEAR_S,
     RETRY_GRID_S,
     SOON_S,
     Candidate,
     Gate,
     Judgement,
-    Mean,
-    Rules,
     Verdict,
 )
-from conductor.admit import pool_load as load_of
 from conductor.ask import NO_LIMITS, Limits, Priority
 from conductor.estimate import StepLine
-from conductor.forecast import STALE_REPORTS
 from conductor.lengths import Lengths
-from conductor.view import Prefilling, Stream, View
+from conductor.rules import POLICIES, Rules
+from conductor.view import STALE_REPORTS, Stream, View
 from protocol.ids import RequestId
 from protocol.registry import REPORT_EVERY_S, Load, Pool
 from tests.conductor.test_forecast import NOW, STEP_S, SameForAll, a_pool, coming, enter, running, streams
@@ -41,7 +38,7 @@ def learnt() -> Lengths:
     """Answers of 1 to 400 tokens, all equally likely."""
     lengths = Lengths()
     for n in range(400):
-        lengths.observe(Priority.INTERACTIVE, n % 400 + 1, 0.0)
+        lengths.observe(Priority.INTERACTIVE, n % 400 + 1)
     return lengths
 
 
@@ -112,9 +109,23 @@ def test_a_margin_makes_the_limit_soft():
 
 def test_without_fresh_samples_nothing_is_refused_by_prediction():
     """Too few samples mean unknown, and what is not known is not full."""
-    assert judged(a_gate(), busy(100), fresh=7, queue_s=100.0).verdict is ADMIT
+    assert judged(a_gate(), busy(100), fresh=7, queue_s=100.0, arrived_at=NOW - LEARN_S).verdict is ADMIT
     assert judged(a_gate(), busy(0), fresh=8, queue_s=100.0).verdict is REFUSE
     assert judged(a_gate(), busy(100), fresh=8).verdict is HOLD
+
+
+def test_while_a_pace_is_unknown_it_waits_a_moment_for_what_runs_to_tell_it():
+    gate, running_there = a_gate(), busy(1)
+    assert judged(gate, running_there, fresh=7).verdict is HOLD
+    assert judged(gate, running_there, fresh=8).verdict is ADMIT
+    assert judged(gate, running_there, fresh=7, arrived_at=NOW - LEARN_S).verdict is ADMIT, "nothing tells it"
+    assert judged(a_gate(hold=False), running_there, fresh=7).verdict is ADMIT
+    assert judged(gate, busy(0), fresh=0).verdict is ADMIT, "an idle service serves at once"
+    on_its_way = busy(0)
+    enter(on_its_way, "decode-0", coming())
+    assert judged(gate, on_its_way, fresh=0).verdict is ADMIT, (
+        "that tells nothing for as long as its prefill takes"
+    )
 
 
 def test_time_that_has_gone_is_no_prediction():
@@ -181,6 +192,23 @@ def test_retry_after_is_when_an_equal_request_is_expected_to_fit():
     assert retry_s(busy(1), tokens=10**6) == RETRY_GRID_S[-1], "it will never fit"
 
 
+def test_who_comes_back_stands_behind_those_who_are_held():
+    gate, view = a_gate(hold=False), busy(20, said=0)
+    soon_s = judged(gate, view, **AT_ONCE).retry_after_s
+    line = {"waiting": 10, "waiting_tokens": 10_000}
+    assert judged(gate, view, **AT_ONCE, **line).retry_after_s == soon_s, "nobody has left decode yet"
+    gate.observe_residence(8.0)
+    assert judged(gate, view, **AT_ONCE, **line).retry_after_s == soon_s + 4.0, (
+        "half of what runs takes half as long"
+    )
+    long = {"waiting": 2, "waiting_tokens": 15_000}
+    assert judged(gate, view, **AT_ONCE, **long).retry_after_s == soon_s + 6.0, "few, but of long prompts"
+    assert judged(gate, view, **AT_ONCE, waiting=1000).retry_after_s == RETRY_GRID_S[-1]
+    late = {"queue_s": 12.0, "compute_s": 1.0}
+    assert judged(gate, view, **late, **line).retry_after_s == 3.0 + 4.0
+    assert gate.drain_s(a_pool(), 10, 10_000) == 0.0
+
+
 def test_an_empty_instance_takes_whoever_could_be_served_at_all():
     alone_s = 0.010 + 0.002
     for priority in Priority:
@@ -211,12 +239,33 @@ def test_batch_may_fill_its_share_only():
     assert judged(a_gate(), busy(1, said=0, blocks=pages), priority=BATCH, **large).verdict is HOLD
 
 
+def test_batch_does_not_go_to_a_prefill_queue_where_interactive_requests_would_stand_behind_it():
+    """B39 (c)."""
+    gate, view = a_gate(), busy(0)
+    far, near = {"queue_s": 1.1 * NEAR_S}, {"queue_s": NEAR_S}
+    assert judged(gate, view, priority=BATCH, yields=True, **far).verdict is HOLD
+    assert judged(gate, view, priority=BATCH, yields=True, **near).verdict is ADMIT
+    assert judged(gate, view, priority=BATCH, **far).verdict is ADMIT, "it has waited long"
+    assert judged(a_gate(hold=False), view, priority=BATCH, yields=True, **far).verdict is ADMIT
+    assert judged(a_gate("none"), view, priority=BATCH, yields=True, **far).verdict is ADMIT
+
+
 def test_once_closed_a_gate_opens_only_with_some_room():
     gate = a_gate(hysteresis=0.2)
     assert judged(gate, busy(17, said=0), **AT_ONCE).verdict is ADMIT
     assert judged(gate, busy(20, said=0), **AT_ONCE).verdict is HOLD
     assert judged(gate, busy(17, said=0), **AT_ONCE).verdict is HOLD, "46 ms, and 40 are allowed now"
     assert judged(gate, busy(13, said=0), **AT_ONCE).verdict is ADMIT
+    assert judged(gate, busy(17, said=0), **AT_ONCE).verdict is ADMIT
+
+
+def test_a_closed_gate_opens_for_a_class_of_which_nobody_is_left():
+    gate = a_gate(hysteresis=0.2)
+    assert judged(gate, busy(30, said=0), **AT_ONCE).verdict is HOLD
+    gate.reopen({Priority.INTERACTIVE})
+    assert judged(gate, busy(17, said=0), **AT_ONCE).verdict is HOLD, "somebody is there"
+    gate.reopen({BATCH})
+    assert not gate.closed
     assert judged(gate, busy(17, said=0), **AT_ONCE).verdict is ADMIT
 
 
@@ -321,7 +370,7 @@ def test_the_baseline_tests_decode_only_when_the_prefill_is_done():
     over = handed(gate, full, arrived_at=NOW - 11)
     assert (over.verdict, over.reason) == (REFUSE, "tbt")
     assert handed(gate, busy(10), arrived_at=NOW - 11).verdict is ADMIT
-    assert handed(gate, full, fresh=0).verdict is ADMIT
+    assert handed(gate, full, fresh=0, arrived_at=NOW - LEARN_S).verdict is ADMIT
 
 
 def test_the_baseline_counts_who_was_handed_over_a_moment_ago_but_no_one_in_prefill():
@@ -372,30 +421,6 @@ def test_all_in_one_go_do_not_herd():
         view.enter(instance, (RequestId(f"new{n}"), 0), coming(in_s=2))
         went.append(instance.name)
     assert went == ["decode-0", "decode-1", "decode-2"] * 3
-
-
-# --- the load of a pool
-
-
-def test_a_pools_load_is_its_predicted_latency_over_the_limit():
-    view = busy(10, decodes=2, said=0)
-    enter(view, "decode-1", *[coming()] * 50)
-    view.enter(the(view, "prefill-0"), (RequestId("p"), 0), Prefilling(1000, 0, 8.0, NOW - 3))
-    assert load_of(view, SameForAll(), Pool.PREFILL, LIMITS, NOW) == pytest.approx(0.5)
-    assert load_of(view, SameForAll(), Pool.DECODE, LIMITS, NOW) == pytest.approx(0.030 / 0.050)
-    the(view, "decode-1").streams.clear()
-    assert load_of(view, SameForAll(), Pool.DECODE, LIMITS, NOW) == pytest.approx(0.015 / 0.050)
-    assert load_of(view, SameForAll(), Pool.DECODE, NO_LIMITS, NOW) == 0
-    assert load_of(a_pool(0), SameForAll(), Pool.DECODE, LIMITS, NOW) == 0
-
-
-def test_a_running_mean_follows_what_changes():
-    mean = Mean()
-    for _ in range(5 * MEAN_SAMPLES):
-        mean.add(1.0)
-    for _ in range(5 * MEAN_SAMPLES):
-        mean.add(2.0)
-    assert mean.value == pytest.approx(2.0, abs=0.01)
 
 
 # --- properties

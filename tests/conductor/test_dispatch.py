@@ -1,16 +1,19 @@
 """The life of a request over a whole cluster in one process: the text foretold, whatever dies on the way."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from conductor.admission import Admission, Lookup
+from conductor.admit import Candidate, Gate, Judgement, Verdict
 from conductor.admitted import Admitted, Wanted
 from conductor.ask import Failed, Refused
+from conductor.config import ConductorConfig
 from conductor.view import Stream
 from decode_pool.api import Tokens
-from engine.api import EndReason
+from engine.api import EndReason, Sampling
 from kvcache_pool.api import Directory
 from kvcache_pool.transfer.mover import Reach
 from protocol.errors import DeadlineExceeded, PeerLost
@@ -342,6 +345,25 @@ async def test_choices_that_are_placed_again_are_not_judged_one_by_one(monkeypat
         reply = await cluster.serve(an_ask(PROMPT, choices=2))
         assert reply.said == {choice: foretell(PROMPT, 8) for choice in range(2)}
     assert judged == [([0, 1], False), ([0], True), ([1], True)]
+
+
+async def test_when_one_choice_is_refused_in_decode_another_that_needs_none_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    config = ConductorConfig(block_tokens=LAYOUT.block_tokens, admission="at_decode")
+    async with a_cluster(config=config) as cluster:
+
+        def refuses(candidate: Candidate, *_: object) -> Judgement:
+            return Judgement(Verdict.REFUSE, None, candidate.limits, 0.0, reason="tbt")
+
+        monkeypatch.setattr(Gate, "hand_over", lambda _, *arguments: refuses(*arguments))
+        reply, long, short = Listener(), Sampling(seed=0, max_tokens=8), Sampling(seed=1, max_tokens=1)
+        with pytest.raises(Refused):
+            await cluster.serve(replace(an_ask(PROMPT), samplings=[long, short]), reply)
+        assert not reply.said
+        await cluster.serve(replace(an_ask(PROMPT), samplings=[short, long]), reply)
+        assert set(reply.ended) == {0, 1}, "one that has spoken is a promise to the others"
+        await cluster.at_rest()
 
 
 async def test_no_connection_is_made_to_an_instance_that_was_given_up_meanwhile():

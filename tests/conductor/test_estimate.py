@@ -62,7 +62,7 @@ def test_steps_are_learned_beside_prompts_of_the_same_kind() -> None:
     estimates, line = Estimates(), StepLine(0.02, 1e-4, 1e-7)
     estimates.learn(Pool.PREFILL, "a", ONE, prompts(50), 0.0)
     estimates.learn(Pool.DECODE, "a", TWO, steps(100, line), 0.0)
-    assert estimates.step_s("a", 16, 8000) == pytest.approx(line.at(16, 8000), rel=0.05)
+    assert estimates.step("a").at(16, 8000) == pytest.approx(line.at(16, 8000), rel=0.05)
     assert estimates.prefill_s("a", 100, 0) == pytest.approx(pass_s(100, 0), rel=0.05)
 
 
@@ -149,8 +149,8 @@ def test_more_to_do_never_makes_a_prediction_better(
     for kind in ("a", "unknown"):
         known = estimates.prefill_s(kind, tokens, prefix)
         assert 0.0 <= known <= estimates.prefill_s(kind, tokens + more[0], prefix + more[1])
-        step = estimates.step_s(kind, batch, context)
-        assert 0.0 <= step <= estimates.step_s(kind, batch + more[0], context + more[1])
+        step = estimates.step(kind).at(batch, context)
+        assert 0.0 <= step <= estimates.step(kind).at(batch + more[0], context + more[1])
 
 
 def test_without_evidence_a_long_prompt_is_cut_as_usual() -> None:
@@ -178,7 +178,7 @@ def test_what_a_prompt_adds_to_a_step_is_learned_apart_from_the_step() -> None:
     assert rest is not None
     assert rest.at(50, 500) == pytest.approx(pass_s(50, 500), rel=0.05)
     assert rest.chunk == pytest.approx(CHUNK, abs=5)
-    assert estimates.step_s("a", 16, 8000) == pytest.approx(line.at(16, 8000), rel=0.05)
+    assert estimates.step("a").at(16, 8000) == pytest.approx(line.at(16, 8000), rel=0.05)
 
 
 def test_before_rests_were_measured_passes_of_the_very_kind_stand_in_for_them() -> None:

@@ -14,7 +14,6 @@ from conductor.forecast import (
     CANDIDATES_MAX,
     PAGES_EACH,
     PRESENCES,
-    STALE_REPORTS,
     Forecast,
     Moment,
     Outlook,
@@ -24,7 +23,7 @@ from conductor.forecast import (
     survival,
 )
 from conductor.lengths import Lengths, Tail
-from conductor.view import Instance, Stream, View
+from conductor.view import STALE_REPORTS, Instance, Stream, View
 from protocol.ids import RequestId
 from protocol.registry import REPORT_EVERY_S, Load, Pool
 from tests.conductor.test_view import a_view, the
@@ -58,7 +57,7 @@ def a_tail(longest: int = 400) -> Tail:
     """Answers of 1 to `longest` tokens, all equally likely."""
     lengths = Lengths()
     for n in range(400):
-        lengths.observe(Priority.INTERACTIVE, n % longest + 1, 0.0)
+        lengths.observe(Priority.INTERACTIVE, n % longest + 1)
     return lengths.tail(Priority.INTERACTIVE)
 
 

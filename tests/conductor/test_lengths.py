@@ -23,7 +23,7 @@ def learnt(observed: list[tuple[Priority, int, bool]]) -> Lengths:
     lengths = Lengths()
     for priority, tokens, ended in observed:
         if ended:
-            lengths.observe(priority, tokens, 0.0)
+            lengths.observe(priority, tokens)
         else:
             lengths.censored(priority, tokens)
     return lengths
@@ -48,55 +48,55 @@ def test_each_length_has_its_slot(tokens: int):
 
 def test_before_there_are_samples_the_prior_holds():
     assert Lengths().mean(CHAT) == pytest.approx(300, rel=0.01)
-    assert Lengths().survives(CHAT, 0, 182) == pytest.approx(0.5, rel=0.01)
+    assert Lengths().tail(CHAT).survives(0, 182) == pytest.approx(0.5, rel=0.01)
     assert of([7] * int(SAMPLES_MIN / 2)).mean(CHAT) == Lengths().mean(CHAT)
 
 
 def test_short_lengths_are_exact():
     lengths = of([10, 20, 30, 40] * 300)
     for said, more, share in ((0, 9, 1), (0, 10, 3 / 4), (0, 25, 2 / 4), (10, 10, 2 / 3), (20, 10, 1 / 2)):
-        assert lengths.survives(CHAT, said, more) == pytest.approx(share, rel=0.01)
+        assert lengths.tail(CHAT).survives(said, more) == pytest.approx(share, rel=0.01)
     assert lengths.mean(CHAT) == pytest.approx(25, rel=0.01)
-    assert lengths.mean_left(CHAT, 20) == pytest.approx(15, rel=0.01)
+    assert lengths.tail(CHAT).mean_left(20) == pytest.approx(15, rel=0.01)
 
 
 def test_between_two_lengths_of_a_wide_slot_the_tail_is_a_straight_line():
     lengths = of(list(range(100, 1100)))
     for x in (150, 333.3, 700.7, 1001):
-        assert lengths.survives(CHAT, 0, x) == pytest.approx((1100 - x) / 1000, abs=0.16)
-    assert lengths.survives(CHAT, 500, 0.5) > lengths.survives(CHAT, 500, 1.0)
+        assert lengths.tail(CHAT).survives(0, x) == pytest.approx((1100 - x) / 1000, abs=0.16)
+    assert lengths.tail(CHAT).survives(500, 0.5) > lengths.tail(CHAT).survives(500, 1.0)
 
 
 def test_a_heavy_tail_makes_old_answers_likely_to_go_on():
     draw = random.Random(1)
     lengths = of([min(int(draw.paretovariate(1.1)) * 20, 10**6) for _ in range(2000)])
-    survival = [lengths.survives(CHAT, said, 100) for said in (20, 100, 500, 2000)]
+    survival = [lengths.tail(CHAT).survives(said, 100) for said in (20, 100, 500, 2000)]
     assert survival == sorted(survival)
 
 
 def test_beyond_all_that_was_seen_the_last_hazard_goes_on():
     lengths = of(list(range(1, 501)) * 2)
-    once = lengths.survives(CHAT, 5000, 10)
+    once = lengths.tail(CHAT).survives(5000, 10)
     assert 0 < once < 1
-    assert lengths.survives(CHAT, 10**6, 20) == pytest.approx(once**2)
-    assert lengths.mean_left(CHAT, 5000) == lengths.mean_left(CHAT, 10**6)
+    assert lengths.tail(CHAT).survives(10**6, 20) == pytest.approx(once**2)
+    assert lengths.tail(CHAT).mean_left(5000) == lengths.tail(CHAT).mean_left(10**6)
 
 
 def test_lengths_that_are_all_equal_still_end_where_they_do():
     lengths = of([100] * 500)
-    assert lengths.survives(CHAT, 0, 95) == pytest.approx(1)
-    assert lengths.survives(CHAT, 0, 120) < 0.01
+    assert lengths.tail(CHAT).survives(0, 95) == pytest.approx(1)
+    assert lengths.tail(CHAT).survives(0, 120) < 0.01
     assert lengths.mean(CHAT) == pytest.approx(100, rel=0.02)
 
 
 def test_half_of_what_is_believed_is_younger_than_the_half_life():
     lengths = of([10] * 10_000 + [50] * int(HALF_LIFE))
-    assert lengths.survives(CHAT, 0, 20) == pytest.approx(0.5, abs=0.01)
+    assert lengths.tail(CHAT).survives(0, 20) == pytest.approx(0.5, abs=0.01)
 
 
 def test_weights_stay_in_range_however_many_answers_come():
     lengths = of([10] * 30_000 + [50] * 15_000)
-    assert lengths.survives(CHAT, 0, 20) == pytest.approx(1, abs=0.01)
+    assert lengths.tail(CHAT).survives(0, 20) == pytest.approx(1, abs=0.01)
     assert lengths.mean(CHAT) == pytest.approx(50, rel=0.02)
 
 
@@ -104,7 +104,7 @@ def test_a_class_is_judged_by_its_own_answers_once_it_has_enough():
     lengths = of([10] * 1000, CHAT)
     assert lengths.mean(BATCH) == pytest.approx(10, rel=0.1)
     for _ in range(int(SAMPLES_MIN) + 10):
-        lengths.observe(BATCH, 60, 0.0)
+        lengths.observe(BATCH, 60)
     assert lengths.mean(BATCH) == pytest.approx(60, rel=0.1)
     assert lengths.mean(CHAT) == pytest.approx(10, rel=0.1)
 
@@ -112,34 +112,34 @@ def test_a_class_is_judged_by_its_own_answers_once_it_has_enough():
 def test_a_cancelled_answer_would_have_become_longer():
     """Half of the clients leave after 5 tokens; those who stay see 10 or 40. Nobody's answer was 5 tokens."""
     lengths = learnt([(CHAT, tokens, ended) for tokens, ended in ((5, False), (10, True)) * 500])
-    assert lengths.survives(CHAT, 0, 9) == pytest.approx(1)
+    assert lengths.tail(CHAT).survives(0, 9) == pytest.approx(1)
     lengths = learnt([(CHAT, t, e) for t, e in ((5, False), (10, True), (5, False), (40, True)) * 300])
-    assert lengths.survives(CHAT, 0, 20) == pytest.approx(0.5, abs=0.01)
+    assert lengths.tail(CHAT).survives(0, 20) == pytest.approx(0.5, abs=0.01)
 
 
 def test_if_only_cancelled_answers_are_known_one_is_still_not_for_ever():
-    assert 0 < learnt([(CHAT, 50, False)] * 200).survives(CHAT, 0, 1000) < 1
+    assert 0 < learnt([(CHAT, 50, False)] * 200).tail(CHAT).survives(0, 1000) < 1
 
 
 @given(answers, st.sampled_from(Priority), positions, positions, positions)
 def test_survival_is_a_probability_that_falls_with_what_is_asked(observed, priority, said, more, further):
     lengths = learnt(observed)
-    less = lengths.survives(priority, said, more + further)
-    assert 0 <= less <= lengths.survives(priority, said, more) + 1e-12 <= 1 + 1e-12
-    assert lengths.survives(priority, said, 0) == pytest.approx(1)
-    assert 0.5 <= lengths.mean_left(priority, said) < math.inf
+    less = lengths.tail(priority).survives(said, more + further)
+    assert 0 <= less <= lengths.tail(priority).survives(said, more) + 1e-12 <= 1 + 1e-12
+    assert lengths.tail(priority).survives(said, 0) == pytest.approx(1)
+    assert 0.5 <= lengths.tail(priority).mean_left(said) < math.inf
 
 
 @given(answers, st.floats(0, 5000), st.floats(0, 5000), st.floats(0, 5000))
 def test_to_go_on_twice_is_to_go_on_for_both(observed, said, first, second):
     lengths = learnt(observed)
-    both = lengths.survives(CHAT, said, first) * lengths.survives(CHAT, said + first, second)
-    assert lengths.survives(CHAT, said, first + second) == pytest.approx(both, rel=1e-6, abs=1e-9)
+    both = lengths.tail(CHAT).survives(said, first) * lengths.tail(CHAT).survives(said + first, second)
+    assert lengths.tail(CHAT).survives(said, first + second) == pytest.approx(both, rel=1e-6, abs=1e-9)
 
 
 @given(answers)
 def test_equal_answers_make_equal_predictions(observed):
     one, other = learnt(observed), learnt(observed)
-    assert [one.survives(CHAT, s, 50) for s in range(0, 500, 50)] == [
-        other.survives(CHAT, s, 50) for s in range(0, 500, 50)
+    assert [one.tail(CHAT).survives(s, 50) for s in range(0, 500, 50)] == [
+        other.tail(CHAT).survives(s, 50) for s in range(0, 500, 50)
     ]

@@ -79,6 +79,10 @@ def test_batch_that_has_waited_long_counts_as_interactive() -> None:
     line.check()
     assert names(line, 15.0) == "b i c"
     line.check()
+    young, old = held("y", batch=True, arrived_at=6.0), held("o", batch=True, arrived_at=5.0)
+    assert line.yields(young, 15.0)
+    assert not line.yields(old, 15.0)
+    assert not line.yields(held("k", arrived_at=15.0), 15.0)
     assert names(filled(line, held("j", arrived_at=16.0, deadline=100.0), now=16.0), 16.0) == "b i c j"
 
 

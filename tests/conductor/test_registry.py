@@ -96,6 +96,6 @@ async def test_a_report_teaches_how_long_passes_take_and_one_of_an_unknown_life_
         assert estimates.fresh(Pool.DECODE, instance.kind, asyncio.get_running_loop().time()) == 0
         assert (await registry.report(Report(instance.name, instance.incarnation, load), ask)).known
         assert estimates.fresh(Pool.DECODE, instance.kind, asyncio.get_running_loop().time()) == 1
-        assert abs(estimates.step_s(instance.kind, 4, 100) - 0.5) < 0.01
+        assert abs(estimates.step(instance.kind).at(4, 100) - 0.5) < 0.01
     finally:
         transport.close()

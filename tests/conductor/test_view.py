@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from conductor.view import DEAD_MAX, Instance, Prefilling, Stream, View
+from conductor.health import FAILURES_MAX
+from conductor.view import DEAD_MAX, DEAF_TIMES, Instance, Prefilling, Stream, View
 from protocol.cluster import Mismatch
 from protocol.ids import Incarnation, InstanceId, RequestId, SegmentId
 from protocol.registry import DEAD_AFTER_REPORTS, REPORT_EVERY_S, Load, Pool, Register, Superseded
@@ -50,8 +51,13 @@ def test_a_new_life_replaces_the_old_which_is_then_refused():
 
 def test_registering_again_in_the_same_life_is_no_replacement():
     view = a_view("decode-0")
+    load, stream = Load(running=1, waiting=2, blocks_total=7), Stream(10, 0.0)
+    assert view.report(InstanceId("decode-0"), Incarnation("decode-01"), load, 0.5)
+    view.enter(the(view, "decode-0"), (RequestId("r"), 0), stream)
     assert view.register(a_register("decode-0"), 1.0) is None
-    assert len(view.of(Pool.DECODE)) == 1
+    (again,) = view.of(Pool.DECODE)
+    assert (again.load, again.foreign, list(again.streams.values())) == (load, 3, [stream])
+    assert (again.heard_at, again.reported_at) == (1.0, 0.5), "it lives, and has said nothing new"
 
 
 @pytest.mark.parametrize(
@@ -81,6 +87,18 @@ def test_silence_ends_an_instance_and_a_late_sign_of_life_lets_it_register_again
     assert not view.report(InstanceId("prefill-0"), Incarnation("prefill-01"), Load(), 4.0)
     view.register(a_register("prefill-0"), 4.0)
     assert view.expire(4.0) == []
+
+
+def test_when_nobody_is_heard_of_nobody_is_given_up_and_all_get_time_to_be_heard_again():
+    """B43 (a): membership freezes, and serving goes on with what is known."""
+    view = a_view("prefill-0", "decode-0")
+    assert view.expire(DEAF_TIMES * DEAD_AFTER_S) == []
+    back_at = DEAF_TIMES * DEAD_AFTER_S + 0.1
+    view.report(InstanceId("decode-0"), Incarnation("decode-01"), Load(), back_at)
+    assert view.expire(back_at + DEAD_AFTER_S - 0.1) == []
+    view.report(InstanceId("decode-0"), Incarnation("decode-01"), Load(), back_at + DEAD_AFTER_S - 0.1)
+    assert [i.name for i in view.expire(back_at + DEAD_AFTER_S)] == ["prefill-0"]
+    assert view.expire(2 * back_at + DEAD_AFTER_S) != [], "not for ever"
 
 
 def test_an_instance_given_up_is_out_and_its_successor_is_not_touched():
@@ -125,10 +143,31 @@ def test_homes_follow_whoever_joins_or_goes():
     assert view.home(second) == "kvcache-1"
     view.give_up(the(view, "kvcache-1"))
     assert view.home(second) == "kvcache-0"
-    view.report(InstanceId("prefill-1"), Incarnation("prefill-11"), Load(), 9.0)
-    view.expire(9.0)
+    for now in (2.0, 4.0):
+        view.report(InstanceId("prefill-1"), Incarnation("prefill-11"), Load(), now)
+    view.expire(4.0)
     assert view.home(second) is None
     view.check()
+
+
+def test_work_goes_to_those_who_are_well_and_did_not_fail_this_request():
+    view = a_view("decode-0", "decode-1", "decode-2")
+
+    def able(*avoid: str) -> list[str]:
+        return [i.name for i in view.able(Pool.DECODE, 0.0, [Incarnation(life) for life in avoid])]
+
+    assert able() == able("decode-01") == ["decode-0", "decode-1", "decode-2"], (
+        "nobody has failed, or all is forgiven"
+    )
+    for _ in range(FAILURES_MAX):
+        view.health.failed(Incarnation("decode-01"), 0.0, 0.0)
+    assert able() == ["decode-1", "decode-2"]
+    assert able("decode-11") == ["decode-2"]
+    assert able("decode-11", "decode-21") == ["decode-1", "decode-2"], "rather than the ejected one"
+    for life in ("decode-11", "decode-21") * FAILURES_MAX:
+        view.health.failed(Incarnation(life), 0.0, 0.0)
+    assert able() == ["decode-0", "decode-1", "decode-2"]
+    assert able("decode-21") == ["decode-0", "decode-1"]
 
 
 def test_bytes_on_their_way_are_counted_by_the_segment_that_sends_them():

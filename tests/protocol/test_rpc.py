@@ -16,7 +16,7 @@ import zmq
 import zmq.asyncio
 
 from protocol.call import Answer
-from protocol.errors import Abandoned, BadMessage, DeadlineExceeded, PeerLost, RemoteError
+from protocol.errors import Abandoned, BadMessage, Broken, DeadlineExceeded, PeerLost, RemoteError
 from protocol.frames import Kind, decode, encode
 from protocol.message import Message
 from protocol.rpc import CALLS_MAX, CONNECT_S, SILENT_S, Ask, Client, Server, handler, items
@@ -199,7 +199,7 @@ async def test_errors_arrive_as_what_they_were(world: World) -> None:
     call = world.client.call
     with pytest.raises(Teapot, match="short and stout"):
         await call(Fail("teapot"), Echoed, within_s=2)
-    with pytest.raises(RemoteError, match=r"^Fail failed$"):
+    with pytest.raises(Broken, match=r"^Fail failed$"):
         await call(Fail("fault"), Echoed, within_s=2)
     with pytest.raises(RemoteError, match="PeerLost: a peer of mine"):
         await call(Fail("lost"), Echoed, within_s=2)

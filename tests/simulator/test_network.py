@@ -78,6 +78,21 @@ def test_messages_are_lost_and_doubled(weather: dict[str, float], arrive: int):
     assert run_virtual(main()) == arrive
 
 
+def test_chosen_messages_are_lost_in_either_direction():
+    async def main() -> list[bytes]:
+        network = a_network()
+        network.stops = lambda origin, to, frames: (origin, bytes(frames[0])) in {("here", b"x"), ("there", b"y")}
+        port, link = network.site("there").bind(ADDRESS), network.site("here").connect(ADDRESS)
+        await link.send([b"x"])
+        await link.send([b"y"])
+        peer, (frame,) = await port.receive()
+        await port.send(peer, [b"y"])
+        await port.send(peer, [b"x"])
+        return [bytes(frame), *map(bytes, await link.receive())]
+
+    assert run_virtual(main()) == [b"y", b"x"]
+
+
 def test_a_death_fails_open_calls_at_once_and_a_new_life_is_found_by_itself():
     async def main() -> None:
         network = a_network()

@@ -1,0 +1,108 @@
+"""Prompts that are computed, and the way each takes to a decode instance: first computed, first served, as decode
+engines do. One for which there is no room waits, and all behind it."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from conductor.admit import SOON_S, Candidate, Gate, Verdict
+from conductor.admitted import Admitted
+from conductor.ask import Refusal, Refused
+from conductor.estimate import Estimates
+from conductor.lengths import Lengths
+from conductor.place import RETRY_NOBODY_S
+from conductor.view import Instance, View
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A choice that waits for room in decode."""
+
+    admitted: Admitted
+    choice: int
+    told: asyncio.Future[Instance]
+
+    @property
+    def hurried(self) -> bool:
+        """Whether it may not wait behind others: its time is up, or its request has its answer already."""
+        wanted = self.admitted.wanted
+        over = _now() > wanted.arrived_at + wanted.limits.ttft_s - SOON_S
+        return over or self.admitted.handed_over or self.admitted.refused is not None
+
+
+class Computed:
+    """The line after the prefill. `walk` must be called now and then; `poke` asks for that."""
+
+    def __init__(
+        self, view: View, gate: Gate, estimates: Estimates, lengths: Lengths, poke: Callable[[], None]
+    ) -> None:
+        self._view = view
+        self._gate = gate
+        self._estimates = estimates
+        self._lengths = lengths
+        self._poke = poke
+        self._waiting: list[_Waiting] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    async def hand_over(self, admitted: Admitted, choice: int) -> Instance:
+        """Which decode instance goes on with this choice; it is entered there.
+
+        Raises Refused: by policy at_decode, or since no decode instance is alive."""
+        admitted.gone(choice)
+        if not self._waiting or admitted.wanted.promised or admitted.handed_over:
+            instance = self._offer(admitted, choice)
+            if instance is not None:
+                return instance
+        waiting = _Waiting(admitted, choice, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        self._poke()
+        try:
+            return await waiting.told
+        finally:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+
+    def walk(self) -> None:
+        """Hand over those that fit by now, in order. Behind one that does not only those that are hurried move."""
+        blocked = False
+        for waiting in list(self._waiting):
+            if waiting.told.done():
+                continue  # its client has left in this turn of the loop, and takes it out
+            if blocked and not waiting.hurried:
+                continue
+            try:
+                instance = self._offer(waiting.admitted, waiting.choice)
+            except Refused as refused:
+                waiting.told.set_exception(refused)
+            else:
+                if instance is None:
+                    blocked = True
+                    continue
+                waiting.told.set_result(instance)
+            self._waiting.remove(waiting)
+
+    def _offer(self, admitted: Admitted, choice: int) -> Instance | None:
+        """Give the choice a decode instance, and enter it there; None if it must wait. Raises Refused."""
+        if admitted.refused is not None:
+            raise admitted.refused
+        wanted, now = admitted.wanted, _now()
+        prompt = wanted.prompt
+        candidate = Candidate(prompt.tokens, wanted.priority, wanted.limits, wanted.arrived_at, avoid=prompt.avoid)
+        judge = self._gate.best if wanted.promised or admitted.handed_over else self._gate.hand_over
+        judgement = judge(candidate, self._view, self._estimates, self._lengths, now)
+        if judgement.verdict is Verdict.HOLD:
+            return None
+        if judgement.verdict is Verdict.REFUSE:
+            admitted.refused = Refused(judgement.refusal(429))
+            raise admitted.refused
+        if judgement.decode is None:
+            raise Refused(Refusal("no_decode", "; ".join(self._view.missing()), RETRY_NOBODY_S))
+        admitted.moved(choice, judgement.decode, now, handed_over=True)
+        admitted.handed_over = True
+        return judgement.decode
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
