@@ -208,12 +208,12 @@ class Admission:
         return rest_on_decode(scene, wanted.prompt, found, plan, decode, wanted.limits, self._rest_steps_max)
 
     def _held(self, wanted: Wanted, plan: Placement) -> Held:
-        limits, arrived_at = wanted.limits, wanted.arrived_at
+        """Its place in the line goes by its whole prompt, cached or not: decode needs room for all of it."""
+        limits, arrived_at, tokens = wanted.limits, wanted.arrived_at, wanted.prompt.tokens
         ends_at = min(arrived_at + limits.ttft_s, wanted.ends_at)
+        due = ends_at + self.estimates.prefill_s(plan.prefill.kind, tokens, 0)
         bars = limits.tbt_s >= self._limits.tbt_s
-        return Held(
-            wanted.request, wanted.priority, wanted.prompt.tokens, arrived_at, ends_at + plan.work_s, ends_at, bars
-        )
+        return Held(wanted.request, wanted.priority, tokens, arrived_at, due, ends_at, bars)
 
     def _present(self) -> set[Priority]:
         """Classes of which somebody is held, on the way to decode, or there."""

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -32,12 +33,16 @@ def quiet() -> None:
     logging.getLogger("dango").setLevel(logging.CRITICAL)
 
 
-def in_world(test: Callable[[World], Awaitable[None]], **more: object) -> None:
+def in_world(
+    test: Callable[[World], Awaitable[None]], admission: Literal["none", "survival"] = "survival", **more: object
+) -> None:
     plan = a_plan()
     config = ConductorConfig(
         block_tokens=plan.conductor.block_tokens,
         context_tokens=plan.context_tokens,
         in_flight_max=IN_FLIGHT_MAX,
+        admission=admission,
+        rests_on_decode=False,  # each prompt shall meet the pool that fails
     )
     plan = replace(plan, conductor=config, segment_blocks=200)
 
@@ -196,4 +201,4 @@ def test_a_full_instance_is_back_pressure_and_no_fault(pool: Pool) -> None:
         Pool.PREFILL: {"prefill": replace(plan.prefill, queue_max=2)},
         Pool.DECODE: {"decode": replace(plan.decode, queue_max=2)},
     }
-    in_world(main, **small[pool])
+    in_world(main, admission="none", **small[pool])  # else nobody goes where it is full
