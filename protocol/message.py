@@ -47,7 +47,7 @@ def pack(value: Any) -> bytes:
     return msgpack.packb(value, default=_plain)  # type: ignore[no-any-return]
 
 
-def unpack_plain(data: bytes | memoryview) -> Any:
+def unpack_plain(data: bytes | bytearray | memoryview) -> Any:
     """Any msgpack value within the size limit. Raises BadMessage."""
     if len(data) > MESSAGE_BYTES_MAX:
         raise BadMessage(f"a message of {len(data)} bytes; the limit is {MESSAGE_BYTES_MAX}")
@@ -62,20 +62,21 @@ def build(kind: type[M], value: Any) -> M:
     if type(value) is not dict:
         raise BadMessage(f"{kind.__name__} is not a map")
     schema = _schema(kind)  # type: ignore[arg-type]
-    plain, checks = schema.plain, schema.checks
-    whole = value.keys() == checks.keys()
-    if not whole:
-        schema.require_names(kind.__name__, value)
-    try:
-        entries = {
-            name: entry if type(entry) is plain[name] else checks[name](entry) for name, entry in value.items()
-        }
-        if not whole or schema.checks_itself:
-            return kind(**entries)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise BadMessage(f"{kind.__name__}: {error}") from error
+    if not schema.is_right(value):
+        plain, checks = schema.plain, schema.checks
+        whole = value.keys() == checks.keys()
+        if not whole:
+            schema.require_names(kind.__name__, value)
+        try:
+            value = {
+                name: entry if type(entry) is plain[name] else checks[name](entry) for name, entry in value.items()
+            }
+            if not whole or schema.checks_itself:
+                return kind(**value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BadMessage(f"{kind.__name__}: {error}") from error
     made = object.__new__(kind)  # its `__init__` would only set these, each by the detour of a frozen class
-    made.__dict__.update(entries)
+    made.__dict__.update(value)
     return made
 
 
@@ -99,6 +100,12 @@ class _Schema:
     """Entries of exactly this type need no check: most do not, and a call less for each field adds up."""
     required: frozenset[str]
     checks_itself: bool
+    right: tuple[list[str], list[type]] | None
+    """Names and types of the fields of a map that needs no check: such come by the hundred. None: all need one."""
+
+    def is_right(self, value: dict[str, Any]) -> bool:
+        """Whether it is seen at a glance that every field is there, with its type."""
+        return self.right is not None and ([*value], [*map(type, value.values())]) == self.right
 
     def require_names(self, kind: str, value: dict[str, Any]) -> None:
         """Raises BadMessage for fields too many or too few."""
@@ -113,11 +120,14 @@ def _schema(kind: type[Message]) -> _Schema:
     hints = typing.get_type_hints(kind)
     declared = fields(kind)  # type: ignore[arg-type]
     bare = {f.name: _bare(hints[f.name]) for f in declared}
+    checks_itself = hasattr(kind, "__post_init__")
+    glance = not checks_itself and PLAIN.issuperset(bare.values())
     return _Schema(
         checks={f.name: _check(hints[f.name], f.name) for f in declared},
         plain={name: hint if hint in PLAIN else None for name, hint in bare.items()},
         required=frozenset(f.name for f in declared if f.default is MISSING and f.default_factory is MISSING),
-        checks_itself=hasattr(kind, "__post_init__"),
+        checks_itself=checks_itself,
+        right=([*bare], [*bare.values()]) if glance else None,
     )
 
 
@@ -177,12 +187,12 @@ def _optional(inner: Check) -> Check:
 
 def _list_of(hint: Any, name: str) -> Check:
     item = _check(hint, name)
-    plain = _bare(hint)
+    plain = PLAIN & {_bare(hint)}
 
     def check(value: Any) -> Any:
         if type(value) is not list:
             raise ValueError(f"{name} must be a list, not {type(value).__name__}")
-        if plain in (int, float, bytes, str) and all(type(entry) is plain for entry in value):
+        if plain.issuperset(map(type, value)):
             return value  # token ids and hashes come by the thousand: one cheap pass
         return [item(entry) for entry in value]
 
