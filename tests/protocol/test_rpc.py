@@ -517,6 +517,16 @@ async def test_a_silent_clients_calls_are_cancelled_and_a_patient_ones_are_not(w
     await asyncio.gather(patient, return_exceptions=True)
 
 
+@only_tcp
+async def test_a_call_whose_deadline_is_over_is_cancelled_though_its_caller_does_not_say_so(world: World) -> None:
+    async with raw_dealer(world.server.address) as socket:
+        await socket.send_multipart([encode(Kind.CALL, 1, Hang(), 0.1)])
+        await world.service.until(lambda: world.service.cancelled == 1, within_s=SILENT_S - 1)
+        kind, call, tag, _ = await answer_of(socket)
+        assert (kind, call, tag) == (Kind.ERROR, 1, Abandoned.kind)
+    assert world.server.calls == 0
+
+
 async def test_stopping_the_server_cancels_its_calls() -> None:
     transport, service = ZmqTransport(), Service()
     server = serve(transport, "tcp://127.0.0.1:0", service)
