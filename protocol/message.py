@@ -1,9 +1,12 @@
 """Messages: frozen dataclasses that travel as msgpack and are checked field by field on arrival.
 
 A message on the wire is a msgpack map of its field names, beside a tag (its class name). Fields may be
-`int float str bool bytes Ids`, `None` unions, `list[T]`, `dict[str, T]`, string enums and other messages. A
+`int float str bool bytes Ids`, `None` unions, `list[T]`, `dict[str, T]`, string enums, other messages and rows. A
 missing field takes its default; an unknown field, a wrong type or a value that the class's own
 `__post_init__` refuses is a `BadMessage`. Nothing is ever evaluated, looked up by attribute or unpickled.
+
+A *row* is a NamedTuple of plain fields, for what comes by the hundred: it travels as a list of its values, without
+their names, and all of them must be there.
 """
 
 import types
@@ -62,21 +65,20 @@ def build(kind: type[M], value: Any) -> M:
     if type(value) is not dict:
         raise BadMessage(f"{kind.__name__} is not a map")
     schema = _schema(kind)  # type: ignore[arg-type]
-    if not schema.is_right(value):
-        plain, checks = schema.plain, schema.checks
-        whole = value.keys() == checks.keys()
-        if not whole:
-            schema.require_names(kind.__name__, value)
-        try:
-            value = {
-                name: entry if type(entry) is plain[name] else checks[name](entry) for name, entry in value.items()
-            }
-            if not whole or schema.checks_itself:
-                return kind(**value)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise BadMessage(f"{kind.__name__}: {error}") from error
+    plain, checks = schema.plain, schema.checks
+    whole = value.keys() == checks.keys()
+    if not whole:
+        schema.require_names(kind.__name__, value)
+    try:
+        entries = {
+            name: entry if type(entry) is plain[name] else checks[name](entry) for name, entry in value.items()
+        }
+        if not whole or schema.checks_itself:
+            return kind(**entries)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadMessage(f"{kind.__name__}: {error}") from error
     made = object.__new__(kind)  # its `__init__` would only set these, each by the detour of a frozen class
-    made.__dict__.update(value)
+    made.__dict__.update(entries)
     return made
 
 
@@ -100,12 +102,6 @@ class _Schema:
     """Entries of exactly this type need no check: most do not, and a call less for each field adds up."""
     required: frozenset[str]
     checks_itself: bool
-    right: tuple[list[str], list[type]] | None
-    """Names and types of the fields of a map that needs no check: such come by the hundred. None: all need one."""
-
-    def is_right(self, value: dict[str, Any]) -> bool:
-        """Whether it is seen at a glance that every field is there, with its type."""
-        return self.right is not None and ([*value], [*map(type, value.values())]) == self.right
 
     def require_names(self, kind: str, value: dict[str, Any]) -> None:
         """Raises BadMessage for fields too many or too few."""
@@ -120,14 +116,11 @@ def _schema(kind: type[Message]) -> _Schema:
     hints = typing.get_type_hints(kind)
     declared = fields(kind)  # type: ignore[arg-type]
     bare = {f.name: _bare(hints[f.name]) for f in declared}
-    checks_itself = hasattr(kind, "__post_init__")
-    glance = not checks_itself and PLAIN.issuperset(bare.values())
     return _Schema(
         checks={f.name: _check(hints[f.name], f.name) for f in declared},
         plain={name: hint if hint in PLAIN else None for name, hint in bare.items()},
         required=frozenset(f.name for f in declared if f.default is MISSING and f.default_factory is MISSING),
-        checks_itself=checks_itself,
-        right=([*bare], [*bare.values()]) if glance else None,
+        checks_itself=hasattr(kind, "__post_init__"),
     )
 
 
@@ -151,6 +144,8 @@ def _check(hint: Any, name: str) -> Check:
         return _dict_of(_check(arguments[1], name), name)
     if isinstance(hint, type) and issubclass(hint, Message):
         return partial(build, hint)
+    if isinstance(hint, type) and issubclass(hint, tuple):
+        return _row_of(hint, name)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return hint
     if hint is array:
@@ -195,6 +190,20 @@ def _list_of(hint: Any, name: str) -> Check:
         if plain.issuperset(map(type, value)):
             return value  # token ids and hashes come by the thousand: one cheap pass
         return [item(entry) for entry in value]
+
+    return check
+
+
+def _row_of(kind: type[tuple[Any, ...]], name: str) -> Check:
+    hints = {field: _bare(hint) for field, hint in typing.get_type_hints(kind).items()}
+    types, checks = [*hints.values()], [_exactly(hint, f"{name}.{field}") for field, hint in hints.items()]
+
+    def check(value: Any) -> Any:
+        if type(value) is not list or len(value) != len(types):
+            raise ValueError(f"{name} must be a list of {', '.join(hints)}")
+        if [*map(type, value)] != types:
+            value = [right(entry) for right, entry in zip(checks, value, strict=True)]
+        return tuple.__new__(kind, value)
 
     return check
 

@@ -16,6 +16,7 @@ import zmq
 import zmq.asyncio
 
 from protocol.call import Answer
+from protocol.cluster import PROTOCOL_VERSION
 from protocol.errors import Abandoned, BadMessage, Broken, DeadlineExceeded, PeerLost, RemoteError
 from protocol.frames import Kind, decode, encode
 from protocol.message import Message
@@ -337,12 +338,12 @@ GARBAGE = [
     [b""],
     [b"GET / HTTP/1.1"],
     [b"\xc1" * 1000, b"x" * 1000],
-    [msgpack.packb([1, 1, 1, None, "Echo"])],
+    [msgpack.packb([PROTOCOL_VERSION, 1, 1, None, "Echo"])],
     [msgpack.packb([99, 1, 1, None, "Echo", {"text": "x"}])],
-    [msgpack.packb([1, 1, 1, float("nan"), "Echo", {"text": "x"}])],
-    [msgpack.packb([1, 1, 1, None, "Message", {}])],
-    [msgpack.packb([1, 1, 1, None, "Echo", {"text": 5}])],
-    [msgpack.packb([1, 1, 1, None, "Echo", {"text": "x", "y": 1}])],
+    [msgpack.packb([PROTOCOL_VERSION, 1, 1, float("nan"), "Echo", {"text": "x"}])],
+    [msgpack.packb([PROTOCOL_VERSION, 1, 1, None, "Message", {}])],
+    [msgpack.packb([PROTOCOL_VERSION, 1, 1, None, "Echo", {"text": 5}])],
+    [msgpack.packb([PROTOCOL_VERSION, 1, 1, None, "Echo", {"text": "x", "y": 1}])],
     [b"\x91" * 100_000],
 ]
 
