@@ -13,7 +13,7 @@ blocks are committed as soon as all layers of their chunk are stored.
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.api import Draw, Engine, Row, Sampled
 from kvcache_pool.api import Corrupt, DirectoryLink, LeaseLost, Mover, PoolFull, Priority, Stale
@@ -24,8 +24,7 @@ from protocol.errors import DangoError, DeadlineExceeded, PeerLost
 log = logging.getLogger("dango.prefill")
 
 
-@dataclass(frozen=True)
-class Store:
+class Store(NamedTuple):
     """One layer of one chunk, computed and waiting to be stored."""
 
     chunk: Chunk
