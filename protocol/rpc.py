@@ -1,7 +1,7 @@
 """Calls between processes: ask and get one answer, or a stream of them; cancel; deadlines; lost peers.
 
     client                                   server
-      CALL n  ────────────────────────────>  handler(message, buffers) runs as a task
+      CALL n  ────────────────────────────>  a handler runs as a task, or answers at once
       ALIVE   ──── while calls are open ──>  (a silent client's calls are cancelled after SILENT_S)
               <──────────────  ITEM n ...    what the handler sends
               <──────────────  REPLY n       what the handler returns   } exactly one of these,
@@ -223,7 +223,12 @@ class Ask(NamedTuple):
     """`await ask.send(message, *buffers)` sends an item of a stream before the final answer."""
 
 
-Handler = Callable[[Message, Ask], Awaitable[Message | Answer]]
+class Handler(NamedTuple):
+    """What answers one kind of message."""
+
+    run: Callable[[Message, Ask], Awaitable[Message | Answer]]
+    at_once: bool
+    """Whether it never waits for anything: it then needs no task of its own."""
 
 
 def handler(
@@ -235,7 +240,17 @@ def handler(
         assert isinstance(message, kind)
         return await function(message, ask)
 
-    return kind, run
+    return kind, Handler(run, at_once=False)
+
+
+def at_once(kind: type[M], function: Callable[[M], Message]) -> tuple[type[Message], Handler]:
+    """As `handler`, of a function that answers from memory: while it runs, the server does nothing else."""
+
+    async def run(message: Message, _: Ask) -> Message:
+        assert isinstance(message, kind)
+        return function(message)
+
+    return kind, Handler(run, at_once=True)
 
 
 @dataclass(slots=True)
@@ -296,8 +311,8 @@ class Server:
             raise BadMessage(f"call {header.call} came twice")  # no answer: the first one has its own
         try:
             message = header.message()
-            answer_with = self._handlers.get(type(message))
-            if answer_with is None:
+            answering = self._handlers.get(type(message))
+            if answering is None:
                 raise BadMessage(f"{header.tag[:64]!r} is not served here")
         except BadMessage as error:
             await self._answer(peer, encode_error(header.call, "bad_message", str(error)))
@@ -307,12 +322,15 @@ class Server:
             return
         self._last[peer] = header.call
         within_s = CALL_S_MAX if header.amount is None else min(header.amount, CALL_S_MAX)
-        task = tasks.create_task(self._run(answer_with, message, (peer, header.call), within_s, buffers))
-        self._open[peer, header.call] = _Running(task, self._heard[peer] + within_s)
+        run = self._run(answering, message, (peer, header.call), within_s, buffers)
+        if answering.at_once:
+            await run
+        else:
+            self._open[peer, header.call] = _Running(tasks.create_task(run), self._heard[peer] + within_s)
 
     async def _run(
         self,
-        answer_with: Handler,
+        answering: Handler,
         message: Message,
         key: tuple[bytes, int],
         within_s: float,
@@ -324,7 +342,7 @@ class Server:
             await self._port.send(peer, [encode(Kind.ITEM, number, item, next(sent)), *beside])
 
         try:
-            reply = await answer_with(message, Ask(buffers, within_s, send))
+            reply = await answering.run(message, Ask(buffers, within_s, send))
             answer = reply if isinstance(reply, Answer) else Answer(reply, [])
             await self._answer(peer, encode(Kind.REPLY, number, answer.message, next(sent)), *answer.buffers)
         except RemoteError as error:
@@ -337,7 +355,7 @@ class Server:
             log.exception("%s failed", type(message).__name__)
             await self._answer(peer, encode_error(number, Broken.kind, f"{type(message).__name__} failed"))
         finally:
-            del self._open[key]
+            self._open.pop(key, None)
 
     async def _answer(self, peer: bytes, header: bytes, *buffers: Buffer) -> None:
         with contextlib.suppress(PeerLost):  # nobody is left to be told
