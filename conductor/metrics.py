@@ -187,10 +187,10 @@ class Metrics:
         """An instance's latest report."""
         before = self._counted.get((pool, instance), IDLE)
         self._loads[pool, instance] = self._counted[pool, instance] = load
-        self._steps[pool].inc(_growth(before.steps, load.steps))
-        self._preempted.inc(_growth(before.preempted, load.preempted))
-        self._evicted.inc(_growth(before.evicted, load.evicted))
-        self._bad_frames.inc(_growth(before.bad_frames, load.bad_frames))
+        _grow(self._steps[pool], before.steps, load.steps)
+        _grow(self._preempted, before.preempted, load.preempted)
+        _grow(self._evicted, before.evicted, load.evicted)
+        _grow(self._bad_frames, before.bad_frames, load.bad_frames)
 
     def set_stale(self, pool: Pool, instances: int) -> None:
         """So many living instances have not reported lately; the Conductor goes by its own ledger for them."""
@@ -330,6 +330,7 @@ class Metrics:
                 blocks.labels(self._model, pool.value, state).set_function(partial(self._blocks_of, pool, state))
 
 
-def _growth(before: int, now: int) -> int:
-    """How much a count that starts anew with each life of an instance has grown."""
-    return now - before if now >= before else now
+def _grow(counter: Counter, before: int, now: int) -> None:
+    """Add by how much a count that starts anew with each life of an instance has grown."""
+    if now != before:
+        counter.inc(now - before if now > before else now)

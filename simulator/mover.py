@@ -64,21 +64,23 @@ class SimSegment:
         """The fingerprints of the leading runs that have the right generation."""
         generations, prints = self.generations[layer], self.prints[layer]
         found = []
-        for grant in grants:
-            if generations[grant.slot] != grant.generation:
+        for _, slot, generation in grants:
+            if generations[slot] != generation:
                 break
-            found.append(prints[grant.slot])
+            found.append(prints[slot])
         return found
 
     def put(self, layer: int, grants: Sequence[Grant], found: Sequence[int]) -> None:
         """Write these fingerprints. Raises Stale, and then has written nothing."""
         generations, prints = self.generations[layer], self.prints[layer]
-        for grant in grants:
-            if generations[grant.slot] > grant.generation:
+        highest = self.generation
+        for _, slot, generation in grants:
+            if generations[slot] > generation:
                 raise Stale(f"a slot of {self.segment} has been used again")
-        for grant, print_ in zip(grants, found, strict=True):
-            generations[grant.slot], prints[grant.slot] = grant.generation, print_
-        self.generation = max(self.generation, max(grant.generation for grant in grants))
+            highest = max(highest, generation)
+        for (_, slot, generation), print_ in zip(grants, found, strict=True):
+            generations[slot], prints[slot] = generation, print_
+        self.generation = highest
 
 
 @dataclass
