@@ -87,7 +87,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Message):
         return value.__dict__  # the fields, in their order: a message has no other attributes
     if isinstance(value, array):
-        return value.tobytes()
+        return memoryview(value)
     if isinstance(value, Enum):
         return value.value
     raise TypeError(f"{type(value).__name__} does not travel")
