@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 from bench.report import Row, Spread
 from bench.setup import Setup
-from conductor.admit import Candidate, Gate, Judgement, Rules
+from conductor.admit import Candidate, Gate, Judgement
 from conductor.ask import Limits, Priority
 from conductor.estimate import Estimates
 from conductor.lengths import Lengths
 from conductor.place import Placement, Prompt, Scene, place
+from conductor.rules import Rules
 from conductor.view import Prefilling, Stream, View
 from kvcache_pool.api import Found
 from protocol.cluster import Manifest
@@ -39,6 +40,9 @@ QUEUED = 3
 
 STREAMS, COMING = 40, 4
 """Of a decode instance; so many of them are still in prefill."""
+
+DUE_MAX_S = 60.0
+"""Until then these are due, some before the prompt that is decided about and some after it."""
 
 CONTEXT_MAX = 16_000
 """Tokens of a stream's prompt."""
@@ -124,7 +128,7 @@ class Desk:
         for pool, timing in ((Pool.PREFILL, prefill), (Pool.DECODE, step)):
             self._estimates.learn(pool, pool.value, Incarnation(pool.value), [timing], now)
         length = round(dice.lognormvariate(ANSWER_MEDIAN, ANSWER_SIGMA))
-        self._lengths.observe(Priority.INTERACTIVE, max(length, 1), now)
+        self._lengths.observe(Priority.INTERACTIVE, max(length, 1))
 
 
 def a_busy_view(dice: random.Random) -> View:
@@ -142,7 +146,7 @@ def a_busy_view(dice: random.Random) -> View:
         for number in range(STREAMS):
             key = RequestId(f"{instance.name} {number}"), 0
             view.enter(
-                instance, key, Stream(dice.randint(1, CONTEXT_MAX), dice.uniform(0, 20), tbt_s=LIMITS.tbt_s)
+                instance, key, Stream(dice.randint(1, CONTEXT_MAX), dice.uniform(0, DUE_MAX_S), tbt_s=LIMITS.tbt_s)
             )
             if number >= COMING:
                 view.joined(instance, key, -dice.uniform(0, 20))
