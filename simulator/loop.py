@@ -18,6 +18,10 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
+TIMERS_MAX = 1024
+"""With more timers, those that were cancelled are thrown out: the heap is not to grow with the length of a run."""
+
+
 class Stuck(RuntimeError):
     """Nothing is ready and no timer is set: somebody waits for what will never come."""
 
@@ -63,6 +67,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__()
         self._now = 0.0
         self._timers: list[tuple[float, int, _Call]] = []
+        self._timers_max = TIMERS_MAX
         self._numbers = itertools.count()
 
     def time(self) -> float:
@@ -96,7 +101,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.TimerHandle:
         """See asyncio."""
         call = _Call(when, callback, args, context)
-        heapq.heappush(self._timers, (when, next(self._numbers), call))
+        timers = self._timers
+        heapq.heappush(timers, (when, next(self._numbers), call))
+        if len(timers) > self._timers_max:  # most are deadlines that were kept, and far away
+            timers[:] = [timer for timer in timers if not timer[2]._cancelled]
+            heapq.heapify(timers)
+            self._timers_max = max(TIMERS_MAX, 2 * len(timers))
         return call
 
     def _run_once(self) -> None:
