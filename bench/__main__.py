@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import estimates, load, overlap, reuse, start, tax, truth
+from bench import decision, estimates, load, overlap, reuse, start, tax, truth
 from bench.client import StreamFailed
 from bench.machine import machine_facts, watched
 from bench.report import Row, facts, table
@@ -23,7 +23,7 @@ from protocol.settings import SettingsError
 
 ABOUT = """\
 Measure the service as anyone would start it: real processes, HTTP, the real model. Each benchmark starts a
-service of its own, prints a table of medians with their spread, and ends the service.
+service of its own if it needs one, prints a table of medians with their spread, and ends the service.
 
 """
 
@@ -83,6 +83,7 @@ ABOUTS = {
     "reuse": reuse.ABOUT,
     "overlap": overlap.ABOUT,
     "estimates": estimates.ABOUT,
+    "decision": decision.ABOUT,
     "load": load.ABOUT,
     "truth": truth.ABOUT,
 }
@@ -103,6 +104,7 @@ def _benchmarks(setup: Setup, arguments: argparse.Namespace) -> Mapping[str, Mea
         "reuse": lambda: reuse.run(setup),
         "overlap": lambda: overlap.run(setup),
         "estimates": lambda: estimates.run(setup),
+        "decision": lambda: decision.run(setup),
         "load": lambda: load.run(setup, wanted, arguments.url),
         "truth": lambda: truth.run(setup, truth.Choices(arguments.span, arguments.record)),
     }

@@ -88,6 +88,8 @@ class Tail:
         """P(length > said + more | length > said), for `said` and `more` from 0 on.
 
         A decision asks this of some hundred streams, so `slot_of` is looked up where a table has it."""
+        if more <= 0.0:
+            return 1.0  # who is there now is there
         end = self._end
         if said >= end:
             return exp(-more * self._hazard)

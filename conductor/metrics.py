@@ -5,6 +5,7 @@ sends becomes a label, so the number of series is constant.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -50,6 +51,9 @@ REASONS = (
 """Reasons of refusals, as `Refusal.reason` has them, and one for what is not among them."""
 
 BLOCK_STATES = ("used", "free", "leased", "pending")
+
+IDLE = Load()
+"""Of an instance that has not reported yet."""
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -181,13 +185,12 @@ class Metrics:
 
     def set_pool_load(self, pool: Pool, instance: str, load: Load) -> None:
         """An instance's latest report."""
-        before = self._counted.get((pool, instance), Load())
+        before = self._counted.get((pool, instance), IDLE)
         self._loads[pool, instance] = self._counted[pool, instance] = load
-        self._steps[pool].inc(_growth(before.steps, load.steps))
-        self._preempted.inc(_growth(before.preempted, load.preempted))
-        self._evicted.inc(_growth(before.evicted, load.evicted))
-        self._bad_frames.inc(_growth(before.bad_frames, load.bad_frames))
-        self._sum_up(pool)
+        _grow(self._steps[pool], before.steps, load.steps)
+        _grow(self._preempted, before.preempted, load.preempted)
+        _grow(self._evicted, before.evicted, load.evicted)
+        _grow(self._bad_frames, before.bad_frames, load.bad_frames)
 
     def set_stale(self, pool: Pool, instances: int) -> None:
         """So many living instances have not reported lately; the Conductor goes by its own ledger for them."""
@@ -196,22 +199,29 @@ class Metrics:
     def drop_instance(self, pool: Pool, instance: str) -> None:
         """An instance left, or died."""
         self._loads.pop((pool, instance), None)
-        self._sum_up(pool)
 
     def bad_frames(self, count: int) -> None:
         """Frames that the Conductor itself dropped because they were no message."""
         self._bad_frames.inc(count)
 
-    def _sum_up(self, pool: Pool) -> None:
-        loads = [load for (of, _), load in self._loads.items() if of is pool]
-        self._up[pool].set(len(loads))
-        free, leased = sum(load.blocks_free for load in loads), sum(load.blocks_leased for load in loads)
-        pending, total = sum(load.blocks_pending for load in loads), sum(load.blocks_total for load in loads)
-        used = max(0, total - free - leased - pending)
-        for state, blocks in zip(BLOCK_STATES, (used, free, leased, pending), strict=True):
-            self._blocks[pool, state].set(blocks)
-        self._running.set(sum(load.running for load in self._loads.values()))
-        self._waiting.set(sum(load.waiting for load in self._loads.values()))
+    def _of(self, pool: Pool) -> list[Load]:
+        """The latest reports of a pool's living instances."""
+        return [load for (of, _), load in self._loads.items() if of is pool]
+
+    def _up_of(self, pool: Pool) -> int:
+        """A pool's living instances."""
+        return len(self._of(pool))
+
+    def _blocks_of(self, pool: Pool, state: str) -> int:
+        """A pool's blocks in a state of BLOCK_STATES."""
+        loads = self._of(pool)
+        known = {
+            "free": sum(load.blocks_free for load in loads),
+            "leased": sum(load.blocks_leased for load in loads),
+            "pending": sum(load.blocks_pending for load in loads),
+        }
+        total = sum(load.blocks_total for load in loads)
+        return known[state] if state in known else max(0, total - sum(known.values()))
 
     # --- the series
 
@@ -284,9 +294,13 @@ class Metrics:
         self._requests = {outcome: requests.labels(self._model, outcome.value) for outcome in Outcome}
 
     def _make_gauges(self) -> None:
+        """Sums over instances are taken when somebody reads them: instances report far more often."""
         self._in_flight = self._gauge("dango:requests_in_flight", "HTTP requests that wait for an answer.")
-        self._running = self._gauge("vllm:num_requests_running", "Requests in the instances' current steps.")
-        self._waiting = self._gauge("vllm:num_requests_waiting", "Requests in the instances' queues.")
+        loads = self._loads
+        running = self._gauge("vllm:num_requests_running", "Requests in the instances' current steps.")
+        running.set_function(lambda: sum(load.running for load in loads.values()))
+        waiting = self._gauge("vllm:num_requests_waiting", "Requests in the instances' queues.")
+        waiting.set_function(lambda: sum(load.waiting for load in loads.values()))
         self._held = self._gauge("dango:held_requests", "Requests that wait before their prefill.")
         self._held_tokens = self._gauge("dango:held_tokens", "Prompt tokens of requests that wait so.")
         load = Gauge(
@@ -297,7 +311,6 @@ class Metrics:
         )
         self._pool_load = {pool: load.labels(self._model, pool.value) for pool in (Pool.PREFILL, Pool.DECODE)}
         up = Gauge("dango:instances_up", "Instances alive.", ["model_name", "pool"], registry=self.registry)
-        self._up = {pool: up.labels(self._model, pool.value) for pool in Pool}
         stale = Gauge(
             "dango:stale_instances",
             "Instances alive whose latest report is too old to go by.",
@@ -311,11 +324,13 @@ class Metrics:
             ["model_name", "pool", "state"],
             registry=self.registry,
         )
-        self._blocks = {
-            (pool, state): blocks.labels(self._model, pool.value, state) for pool in Pool for state in BLOCK_STATES
-        }
+        for pool in Pool:
+            up.labels(self._model, pool.value).set_function(partial(self._up_of, pool))
+            for state in BLOCK_STATES:
+                blocks.labels(self._model, pool.value, state).set_function(partial(self._blocks_of, pool, state))
 
 
-def _growth(before: int, now: int) -> int:
-    """How much a count that starts anew with each life of an instance has grown."""
-    return now - before if now >= before else now
+def _grow(counter: Counter, before: int, now: int) -> None:
+    """Add by how much a count that starts anew with each life of an instance has grown."""
+    if now != before:
+        counter.inc(now - before if now > before else now)

@@ -14,7 +14,7 @@ from protocol.ids import InstanceId
 from protocol.message import Message
 from protocol.pause import sleep_unless_paused
 from protocol.registry import GetManifest, Heard, Leave, Pool, Register, Report, Welcome
-from protocol.rpc import Ask, Handler, handler
+from protocol.rpc import Ask, Handler, at_once, handler
 
 EXPIRE_EVERY_S = 0.5
 """How often silence is looked for; small against the time after which an instance is dead."""
@@ -39,9 +39,9 @@ class Registry:
         return dict(
             [
                 handler(Register, self.register),
-                handler(Report, self.report),
+                at_once(Report, self.report),
                 handler(Leave, self.leave),
-                handler(GetManifest, self.get_manifest),
+                at_once(GetManifest, self.get_manifest),
             ]
         )
 
@@ -54,7 +54,7 @@ class Registry:
         await self._directory.follow(self._view.directory)
         return Welcome(self._heard(message.instance))
 
-    async def report(self, message: Report, ask: Ask) -> Heard:
+    def report(self, message: Report) -> Heard:
         """Take in a heartbeat."""
         now = _now()
         known = self._view.report(message.instance, message.incarnation, message.load, now)
@@ -74,7 +74,7 @@ class Registry:
             await self._bury(instance)
         return Heard(instance is not None, self._view.directory)
 
-    async def get_manifest(self, message: GetManifest, ask: Ask) -> Manifest:
+    def get_manifest(self, _: GetManifest) -> Manifest:
         """What a KVCache instance lays its memory out by."""
         return self._view.manifest
 

@@ -13,6 +13,7 @@ batch always moves on. (It gives way itself only when all other pages are being 
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.paging import Pages, pages_for
 from protocol.ids import Ids
@@ -40,8 +41,7 @@ class Sequence:
         return len(self.tokens) - self.computed
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """One sequence's part of a step: compute tokens [start, end)."""
 
     sequence: Sequence

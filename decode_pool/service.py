@@ -22,6 +22,7 @@ from protocol.blocks import HashRoot, extend_hashes
 from protocol.cluster import Manifest
 from protocol.errors import BadMessage
 from protocol.ids import BlockHash, Ids
+from protocol.inbox import Inbox
 from protocol.message import Message
 from protocol.registry import Load
 from protocol.rpc import Ask, Handler, handler
@@ -38,7 +39,9 @@ class Stream:
     root: HashRoot
     names: list[BlockHash]
     output: Ids
-    items: asyncio.Queue[Tokens | Exception | None]
+    draws: list[Draw]
+    """What each of its steps draws: one token, after `output`."""
+    items: Inbox[Tokens | Exception | None] = field(default_factory=Inbox)
     """Bounded by the context: an answer has no more tokens than that."""
     unsent: Tokens = field(default_factory=lambda: Tokens([], [], []))
     """Drawn, and gathered for the next item."""
@@ -161,8 +164,9 @@ class DecodeService:
             raise TooLong(f"{longest} tokens do not fit in this instance's {self._pages.total} pages")
         sequence = Sequence((message.request, message.choice), tokens, stored, message.chunk_tokens)
         root = self._manifest.root(message.tenant, message.salt)
-        items: asyncio.Queue[Tokens | Exception | None] = asyncio.Queue(longest + 1)
-        return Stream(message, sequence, root, list(message.blocks), message.output[:], items)
+        output = message.output[:]
+        draws = [Draw(message.sampling, message.prompt, output)]
+        return Stream(message, sequence, root, message.blocks, output, draws)
 
     async def _load(self, stream: Stream) -> Joined:
         """Wait for pages, load the KV into them, join the batch. Blocks that fail are recomputed."""
@@ -220,29 +224,29 @@ class DecodeService:
 
     async def _step(self, plans: list[Plan]) -> None:
         clock = asyncio.get_running_loop().time
+        streams = [self._streams[plan.sequence.key] for plan in plans]
         self._step_began = began = clock()
         try:
-            drawn = await asyncio.shield(self._compute(plans))
+            drawn = await asyncio.shield(self._compute(plans, streams))
         except Exception as error:
             # The batch's fault ends its requests, never the loop that the next ones need.
             log.exception("a step failed")
-            for plan in plans:
-                self._end(self._streams[plan.sequence.key], error)
+            for stream in streams:
+                self._end(stream, error)
             return
         finally:
             self._step_began = None
             self._enough.set()  # if this was cancelled, the engine shall not go on for long
         over_s = clock() - began
         self._count(plans, max(map(len, drawn)), over_s)
-        for plan, samples in zip(plans, drawn, strict=True):
-            self._apply(plan, samples, over_s)
+        for plan, stream, samples in zip(plans, streams, drawn, strict=True):
+            self._apply(plan, stream, samples, over_s)
 
-    async def _compute(self, plans: list[Plan]) -> list[list[Sampled]]:
+    async def _compute(self, plans: list[Plan], streams: list[Stream]) -> list[list[Sampled]]:
         """One step; or a run of them, while nothing but the length of the answers changes."""
-        rows = [self._row(plan) for plan in plans]
+        rows = [_row(plan, stream) for plan, stream in zip(plans, streams, strict=True)]
         if not all(plan.plain for plan in plans):
             return await self._engine.step(rows)
-        streams = [self._streams[plan.sequence.key] for plan in plans]
         left = min(stream.message.sampling.max_tokens - len(stream.output) for stream in streams)
         begun = all(stream.output for stream in streams)
         most = self._steps_max if begun else 1  # a first token does not wait for others
@@ -257,14 +261,8 @@ class DecodeService:
         clean = len(others) <= 1
         self._pace.count(len(plain), context, seconds, max(steps, 1), clean=clean, rest=rest, prefix=prefix)
 
-    def _row(self, plan: Plan) -> Row:
-        sequence, stream = plan.sequence, self._streams[plan.sequence.key]
-        draw = Draw(stream.message.sampling, stream.message.prompt, stream.output)
-        tokens = sequence.tokens[plan.start : plan.end]
-        return Row(tokens, plan.start, sequence.pages, [draw] if plan.draws else [])
-
-    def _apply(self, plan: Plan, samples: list[Sampled], over_s: float) -> None:
-        stream, tokens = self._streams[plan.sequence.key], [sampled.token for sampled in samples]
+    def _apply(self, plan: Plan, stream: Stream, samples: list[Sampled], over_s: float) -> None:
+        tokens = [sampled.token for sampled in samples]
         self._schedule.advance(plan, tokens)
         self._write_back(stream)
         if not tokens:
@@ -278,7 +276,7 @@ class DecodeService:
         stream.ended = end_of(stream.message.sampling, stream.output)
         first = len(said.tokens) == len(stream.output)
         if stream.ended is not None or first or len(said.tokens) >= self._stream_interval:
-            stream.items.put_nowait(said)
+            stream.items.put(said)
             stream.unsent = Tokens([], [], [])
         if stream.ended is not None:
             self._end(stream, None)
@@ -286,7 +284,7 @@ class DecodeService:
     def _end(self, stream: Stream, last: Exception | None) -> None:
         """No more steps for this stream; its handler sees `last` after the tokens."""
         self._forget(stream)
-        stream.items.put_nowait(last)
+        stream.items.put(last)
 
     def _write_back(self, stream: Stream) -> None:
         """Offer the blocks that have just been filled, under their names in the chain: those of the prompt, and
@@ -300,3 +298,9 @@ class DecodeService:
         pages, layers = sequence.pages[first:filled], range(self._engine.layout.layers)
         runs = np.stack([self._engine.runs(layer)[pages] for layer in layers])
         self._writeback.offer(Filled(message.request, list(stream.names), runs, message.near))
+
+
+def _row(plan: Plan, stream: Stream) -> Row:
+    sequence = plan.sequence
+    tokens = sequence.tokens[plan.start : plan.end]
+    return Row(tokens, plan.start, sequence.pages, stream.draws if plan.draws else [])

@@ -2,9 +2,9 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -56,8 +56,7 @@ class EndReason(Enum):
     LENGTH = "length"
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """A token to sample after a pass: how, and what was said so far (for penalties and the position)."""
 
     sampling: Sampling
@@ -65,8 +64,7 @@ class Draw:
     output: Sequence[int]
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One request's part of a pass: compute `tokens` at positions `start`, `start + 1`, ...
 
     `pages` are the engine pages of the request's whole context, in order: token t lives in

@@ -34,7 +34,7 @@ class Pages:
     def check(self) -> None:
         """Asserts that no page is lost or doubled."""
         assert len(self._free) + len(self._taken) == self.total
-        assert self._taken.isdisjoint(self._free)
+        assert not self._taken or self._taken.isdisjoint(self._free)
 
 
 def pages_for(tokens: int, block_tokens: int) -> int:

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import field
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -114,8 +114,8 @@ class Found(Message):
     """Of each segment that has the first block: how far the chain goes in that segment alone."""
 
 
-class Grant(Message):
-    """The right to read or write one slot, as long as the lease lasts."""
+class Grant(NamedTuple):
+    """A row. The right to read or write one slot, as long as the lease lasts."""
 
     segment: SegmentId
     slot: int

@@ -45,7 +45,7 @@ from protocol.errors import BadMessage, DangoError
 from protocol.message import Message
 from protocol.pause import sleep_unless_paused
 from protocol.registry import Load
-from protocol.rpc import Ask, Client, Handler, handler
+from protocol.rpc import Ask, Client, Handler, at_once, handler
 from protocol.transport import Transport
 
 log = logging.getLogger("dango.kvcache")
@@ -70,16 +70,16 @@ class DirectoryService:
         """For `Server`."""
         return dict(
             [
-                handler(Lookup, self._lookup),
-                handler(Acquire, self._acquire),
-                handler(Commit, self._commit),
-                handler(Renew, self._renew),
-                handler(Release, self._release),
-                handler(Discard, self._discard),
-                handler(Clear, self._clear),
-                handler(GetStats, self._stats),
-                handler(Announce, self._announce),
-                handler(Goodbye, self._goodbye),
+                at_once(Lookup, self._lookup),
+                at_once(Acquire, self._acquire),
+                at_once(Commit, self._commit),
+                at_once(Renew, self._renew),
+                at_once(Release, self._release),
+                at_once(Discard, self._discard),
+                at_once(Clear, self._clear),
+                at_once(GetStats, self._stats),
+                at_once(Announce, self._announce),
+                at_once(Goodbye, self._goodbye),
             ]
         )
 
@@ -105,10 +105,10 @@ class DirectoryService:
             evicted=stats.evicted,
         )
 
-    async def _lookup(self, message: Lookup, _: Ask) -> Found:
+    def _lookup(self, message: Lookup) -> Found:
         return self._index.find(message.blocks)
 
-    async def _acquire(self, message: Acquire, _: Ask) -> Lease:
+    def _acquire(self, message: Acquire) -> Lease:
         _require_lease_s(message.lease_s)
         if min(message.reuse, message.unnamed, message.copies) < 0:
             raise BadMessage("reuse, unnamed and copies count blocks: they are not negative")
@@ -117,42 +117,42 @@ class DirectoryService:
         except ValueError as error:
             raise BadMessage(str(error)) from error
 
-    async def _commit(self, message: Commit, _: Ask) -> Done:
+    def _commit(self, message: Commit) -> Done:
         try:
             self._index.commit(message.lease, message.slots, message.blocks, _now())
         except ValueError as error:
             raise BadMessage(str(error)) from error
         return Done()
 
-    async def _renew(self, message: Renew, _: Ask) -> Done:
+    def _renew(self, message: Renew) -> Done:
         _require_lease_s(message.lease_s)
         self._index.renew(message.lease, message.lease_s, _now())
         return Done()
 
-    async def _release(self, message: Release, _: Ask) -> Done:
+    def _release(self, message: Release) -> Done:
         self._index.release(message.lease)
         self._index.touch(message.prefix)
         return Done()
 
-    async def _discard(self, message: Discard, _: Ask) -> Done:
+    def _discard(self, message: Discard) -> Done:
         count = self._index.discard(message.grants)
         log.warning("%d blocks were found bad and are forgotten", count)
         return Done()
 
-    async def _clear(self, _message: Clear, _: Ask) -> Cleared:
+    def _clear(self, _message: Clear) -> Cleared:
         return Cleared(self._index.clear())
 
-    async def _stats(self, _message: GetStats, _: Ask) -> Stats:
+    def _stats(self, _message: GetStats) -> Stats:
         return self._index.stats()
 
-    async def _announce(self, message: Announce, _: Ask) -> Done:
+    def _announce(self, message: Announce) -> Done:
         if message.place.slots < 1 or message.generation < 0:
             raise BadMessage(f"segment {message.place.segment} announces {message.place.slots} slots")
         if self._index.announce(message.place, message.generation, _now()):
             log.info("segment %s joins with %d blocks", message.place.segment, message.place.slots)
         return Done()
 
-    async def _goodbye(self, message: Goodbye, _: Ask) -> Done:
+    def _goodbye(self, message: Goodbye) -> Done:
         if self._index.leave(message.segment, message.incarnation):
             log.info("segment %s leaves", message.segment)
         return Done()

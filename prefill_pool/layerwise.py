@@ -13,19 +13,19 @@ blocks are committed as soon as all layers of their chunk are stored.
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.api import Draw, Engine, Row, Sampled
 from kvcache_pool.api import Corrupt, DirectoryLink, LeaseLost, Mover, PoolFull, Priority, Stale
 from prefill_pool.api import Prefill, PrefixLost, StoreLost
 from prefill_pool.schedule import Chunk, Prompt
 from protocol.errors import DangoError, DeadlineExceeded, PeerLost
+from protocol.inbox import Inbox
 
 log = logging.getLogger("dango.prefill")
 
 
-@dataclass(frozen=True)
-class Store:
+class Store(NamedTuple):
     """One layer of one chunk, computed and waiting to be stored."""
 
     chunk: Chunk
@@ -62,7 +62,7 @@ class Job:
         self._directory = directory
         self._arrived = [asyncio.Event() for _ in range(engine.layout.layers)]
         # Bounded by itself: a prompt has so many chunks of so many layers, and these are numbers, no KV.
-        self._stores: asyncio.Queue[Store | None] = asyncio.Queue()
+        self._stores: Inbox[Store | None] = Inbox()
 
     async def load(self) -> None:
         """Load the prefix, layer by layer. Raises PrefixLost; its bad block is then forgotten by the pool."""
@@ -112,7 +112,7 @@ class Job:
             if self.stopped:
                 return
             await run.layer(layer)
-            self._stores.put_nowait(Store(chunk, layer))
+            self._stores.put(Store(chunk, layer))
         drawn = await run.finish()
         if chunk.last:
             self.first = drawn[0]
@@ -150,7 +150,7 @@ class Job:
         await self.computed.wait()
         if self.error is not None:
             raise self.error
-        self._stores.put_nowait(None)
+        self._stores.put(None)
 
     async def _store(self, store: Store) -> None:
         step = self._engine.layout.block_tokens

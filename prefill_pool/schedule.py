@@ -7,6 +7,7 @@ waiting ──start──> started ──next/advance──> computed ──remo
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.paging import Pages, pages_for
 from protocol.ids import RequestId
@@ -28,8 +29,7 @@ class Prompt:
         return self.tokens - max(self.computed, self.reused)
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens [start, end) of one prompt: the work of one pass."""
 
     prompt: Prompt

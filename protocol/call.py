@@ -8,7 +8,7 @@ A stream with a hole is worth nothing: the caller asks again, elsewhere perhaps.
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from protocol.errors import BadMessage, DangoError, PeerLost, RemoteError
 from protocol.frames import Header, Kind
@@ -18,8 +18,7 @@ STREAM_ITEMS_MAX = 1 << 18
 """Items that a client buffers of one stream: more tokens than any context holds, so only a fault fills it."""
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """What came back: a message and the buffers beside it."""
 
     message: Message

@@ -53,6 +53,6 @@ class Broken(RemoteError):
 
 
 class Abandoned(RemoteError):
-    """The callee heard nothing of its caller for too long, took it for dead, and stopped working for it."""
+    """The callee heard nothing of its caller for too long, or past the deadline, and stopped working for it."""
 
     kind = "abandoned"

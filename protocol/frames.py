@@ -37,7 +37,11 @@ class Kind(IntEnum):
     """The call failed: tag is the error's kind, fields its text."""
 
 
-KINDS = frozenset(int(kind) for kind in Kind)
+KINDS = {int(kind): kind for kind in Kind}
+
+HEADER_FIELDS = 6
+AMOUNTS = (int, float, type(None))
+"""Types of an amount."""
 
 
 class Header(NamedTuple):
@@ -73,13 +77,16 @@ def decode(frames: Sequence[Buffer]) -> tuple[Header, list[memoryview]]:
     """A header and the buffers after it. Raises BadMessage on anything else."""
     if not frames:
         raise BadMessage("no frames")
-    match unpack_plain(bytes(frames[0])):
-        case [int(version), int(kind), int(call), (None | int() | float()) as amount, str(tag), fields]:
-            if version != PROTOCOL_VERSION:
-                raise BadMessage(f"protocol version {version}, not {PROTOCOL_VERSION}")
-            if kind not in KINDS:
-                raise BadMessage(f"unknown kind of frame {kind}")
-            if amount is not None and not math.isfinite(amount):
-                raise BadMessage(f"an amount of {amount}")  # NaN would upset the order of the loop's timers
-            return Header(Kind(kind), call, amount, tag, fields), [memoryview(f) for f in frames[1:]]
-    raise BadMessage("a header of another shape")
+    header = unpack_plain(frames[0])
+    if type(header) is not list or len(header) != HEADER_FIELDS:
+        raise BadMessage("a header of another shape")
+    version, kind, call, amount, tag, fields = header
+    if (type(version), type(kind), type(call), type(tag)) != (int, int, int, str) or type(amount) not in AMOUNTS:
+        raise BadMessage("a header of another shape")
+    if version != PROTOCOL_VERSION:
+        raise BadMessage(f"protocol version {version}, not {PROTOCOL_VERSION}")
+    if kind not in KINDS:
+        raise BadMessage(f"unknown kind of frame {kind}")
+    if amount is not None and not math.isfinite(amount):
+        raise BadMessage(f"an amount of {amount}")  # NaN would upset the order of the loop's timers
+    return Header(KINDS[kind], call, amount, tag, fields), [memoryview(frame) for frame in frames[1:]]

@@ -68,7 +68,8 @@ async def run_instance(transport: Transport, role: Role, work: Work, *, listen: 
     server = Server(transport.bind(listen), work.handlers)
 
     def load() -> Load:
-        return replace(work.load(), bad_frames=server.bad_frames)
+        told = work.load()
+        return replace(told, bad_frames=server.bad_frames) if server.bad_frames else told
 
     async with Client(transport, conductor) as client:
         member = Member(client, role.register(server.address), load, work.heard)

@@ -1,9 +1,12 @@
 """Messages: frozen dataclasses that travel as msgpack and are checked field by field on arrival.
 
 A message on the wire is a msgpack map of its field names, beside a tag (its class name). Fields may be
-`int float str bool bytes Ids`, `None` unions, `list[T]`, `dict[str, T]`, string enums and other messages. A
+`int float str bool bytes Ids`, `None` unions, `list[T]`, `dict[str, T]`, string enums, other messages and rows. A
 missing field takes its default; an unknown field, a wrong type or a value that the class's own
 `__post_init__` refuses is a `BadMessage`. Nothing is ever evaluated, looked up by attribute or unpickled.
+
+A *row* is a NamedTuple of plain fields, for what comes by the hundred: it travels as a list of its values, without
+their names, and all of them must be there.
 """
 
 import types
@@ -47,7 +50,7 @@ def pack(value: Any) -> bytes:
     return msgpack.packb(value, default=_plain)  # type: ignore[no-any-return]
 
 
-def unpack_plain(data: bytes | memoryview) -> Any:
+def unpack_plain(data: bytes | bytearray | memoryview) -> Any:
     """Any msgpack value within the size limit. Raises BadMessage."""
     if len(data) > MESSAGE_BYTES_MAX:
         raise BadMessage(f"a message of {len(data)} bytes; the limit is {MESSAGE_BYTES_MAX}")
@@ -84,7 +87,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Message):
         return value.__dict__  # the fields, in their order: a message has no other attributes
     if isinstance(value, array):
-        return value.tobytes()
+        return memoryview(value)
     if isinstance(value, Enum):
         return value.value
     raise TypeError(f"{type(value).__name__} does not travel")
@@ -141,6 +144,8 @@ def _check(hint: Any, name: str) -> Check:
         return _dict_of(_check(arguments[1], name), name)
     if isinstance(hint, type) and issubclass(hint, Message):
         return partial(build, hint)
+    if isinstance(hint, type) and issubclass(hint, tuple):
+        return _row_of(hint, name)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return hint
     if hint is array:
@@ -177,14 +182,28 @@ def _optional(inner: Check) -> Check:
 
 def _list_of(hint: Any, name: str) -> Check:
     item = _check(hint, name)
-    plain = _bare(hint)
+    plain = PLAIN & {_bare(hint)}
 
     def check(value: Any) -> Any:
         if type(value) is not list:
             raise ValueError(f"{name} must be a list, not {type(value).__name__}")
-        if plain in (int, float, bytes, str) and all(type(entry) is plain for entry in value):
+        if plain.issuperset(map(type, value)):
             return value  # token ids and hashes come by the thousand: one cheap pass
         return [item(entry) for entry in value]
+
+    return check
+
+
+def _row_of(kind: type[tuple[Any, ...]], name: str) -> Check:
+    hints = {field: _bare(hint) for field, hint in typing.get_type_hints(kind).items()}
+    types, checks = [*hints.values()], [_exactly(hint, f"{name}.{field}") for field, hint in hints.items()]
+
+    def check(value: Any) -> Any:
+        if type(value) is not list or len(value) != len(types):
+            raise ValueError(f"{name} must be a list of {', '.join(hints)}")
+        if [*map(type, value)] != types:
+            value = [right(entry) for right, entry in zip(checks, value, strict=True)]
+        return tuple.__new__(kind, value)
 
     return check
 

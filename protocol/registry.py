@@ -7,6 +7,7 @@ instance up for dead) is answered by `known=False`, and the instance registers a
 
 from dataclasses import field
 from enum import Enum
+from typing import NamedTuple
 
 from protocol.cluster import Manifest
 from protocol.errors import RemoteError
@@ -61,8 +62,8 @@ TIMINGS_MAX = 64
 """Timings in one report: enough for a fit, and small. Of more passes, the latest are told."""
 
 
-class Timing(Message):
-    """How long one forward pass took, for those who predict the next."""
+class Timing(NamedTuple):
+    """A row. How long one forward pass took, for those who predict the next."""
 
     step: int
     """Which pass of this incarnation it was, counted from 1: a timing that comes twice is used once."""

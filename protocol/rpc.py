@@ -1,7 +1,7 @@
 """Calls between processes: ask and get one answer, or a stream of them; cancel; deadlines; lost peers.
 
     client                                   server
-      CALL n  ────────────────────────────>  handler(message, buffers) runs as a task
+      CALL n  ────────────────────────────>  a handler runs as a task, or answers at once
       ALIVE   ──── while calls are open ──>  (a silent client's calls are cancelled after SILENT_S)
               <──────────────  ITEM n ...    what the handler sends
               <──────────────  REPLY n       what the handler returns   } exactly one of these,
@@ -17,10 +17,11 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from protocol.call import Answer, Call
 from protocol.errors import (
@@ -105,23 +106,20 @@ class Client:
         return Stream(self, message, buffers, within_s)
 
     async def open(self, message: Message, buffers: Sequence[Buffer], within_s: float) -> int:
-        """Send a CALL; returns its number. (For Stream.)"""
+        """Send a CALL; returns its number. Waits while nobody listens. (For Stream.)"""
         assert self._link is not None, "start the client first"
         number = next(self._numbers)
         self._open[number] = Call()
         try:
-            async with asyncio.timeout(CONNECT_S):
-                await self._link.send([encode(Kind.CALL, number, message, within_s), *buffers])
-        except BaseException as error:
+            await self._link.send([encode(Kind.CALL, number, message, within_s), *buffers])
+        except BaseException:
             del self._open[number]
-            if isinstance(error, TimeoutError):
-                raise PeerLost(f"nobody listens at {self.address}") from error
             raise
         return number
 
-    async def take(self, number: int) -> Answer | None:
+    def take(self, number: int) -> Awaitable[Answer | None]:
         """The next answer to a call; None after the last. (For Stream.)"""
-        return await self._open[number].take()
+        return self._open[number].take()
 
     async def shut(self, number: int) -> None:
         """Forget a call; tell the server if it has not ended. (For Stream.)"""
@@ -170,16 +168,19 @@ class Stream:
         self._client = client
         self._ask = (message, buffers, within_s)
         self._number = 0
-        self._timeout = asyncio.timeout(within_s)
+        self._timeout = asyncio.timeout(min(within_s, CONNECT_S))
 
     async def __aenter__(self) -> "Stream":
         message, buffers, within_s = self._ask
+        ends_at = asyncio.get_running_loop().time() + within_s
         await self._timeout.__aenter__()
         try:
             self._number = await self._client.open(message, buffers, within_s)
         except BaseException as error:
             await self._end_timeout(type(error), error, error.__traceback__)
             raise
+        if within_s > CONNECT_S:
+            self._timeout.reschedule(ends_at)
         return self
 
     def __aiter__(self) -> "Stream":
@@ -205,12 +206,14 @@ class Stream:
         try:
             await self._timeout.__aexit__(kind, error, trace)
         except TimeoutError as late:
-            text = f"{type(self._ask[0]).__name__} at {self._client.address} took over {self._ask[2]:.3g} s"
+            (message, _, within_s), address = self._ask, self._client.address
+            if not self._number and within_s > CONNECT_S:
+                raise PeerLost(f"nobody listens at {address}") from late
+            text = f"{type(message).__name__} at {address} took over {within_s:.3g} s"
             raise DeadlineExceeded(text) from late
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(NamedTuple):
     """What a handler is given beside the message."""
 
     buffers: list[memoryview]
@@ -220,7 +223,12 @@ class Ask:
     """`await ask.send(message, *buffers)` sends an item of a stream before the final answer."""
 
 
-Handler = Callable[[Message, Ask], Awaitable[Message | Answer]]
+class Handler(NamedTuple):
+    """What answers one kind of message."""
+
+    run: Callable[[Message, Ask], Awaitable[Message | Answer]]
+    at_once: bool
+    """Whether it never waits for anything: it then needs no task of its own."""
 
 
 def handler(
@@ -232,7 +240,26 @@ def handler(
         assert isinstance(message, kind)
         return await function(message, ask)
 
-    return kind, run
+    return kind, Handler(run, at_once=False)
+
+
+def at_once(kind: type[M], function: Callable[[M], Message]) -> tuple[type[Message], Handler]:
+    """As `handler`, of a function that answers from memory: while it runs, the server does nothing else."""
+
+    async def run(message: Message, _: Ask) -> Message:
+        assert isinstance(message, kind)
+        return function(message)
+
+    return kind, Handler(run, at_once=True)
+
+
+@dataclass(slots=True)
+class _Running:
+    """A call that a server works at."""
+
+    task: asyncio.Task[None]
+    ends_at: float
+    """Its deadline."""
 
 
 class Server:
@@ -242,7 +269,7 @@ class Server:
         self.address = port.address
         self._port = port
         self._handlers = handlers
-        self._open: dict[tuple[bytes, int], asyncio.Task[None]] = {}
+        self._open: dict[tuple[bytes, int], _Running] = {}
         self._heard: dict[bytes, float] = {}
         self._last: dict[bytes, int] = {}  # of each peer's calls: a client's numbers grow
         self.bad_frames = 0
@@ -284,8 +311,8 @@ class Server:
             raise BadMessage(f"call {header.call} came twice")  # no answer: the first one has its own
         try:
             message = header.message()
-            answer_with = self._handlers.get(type(message))
-            if answer_with is None:
+            answering = self._handlers.get(type(message))
+            if answering is None:
                 raise BadMessage(f"{header.tag[:64]!r} is not served here")
         except BadMessage as error:
             await self._answer(peer, encode_error(header.call, "bad_message", str(error)))
@@ -295,12 +322,15 @@ class Server:
             return
         self._last[peer] = header.call
         within_s = CALL_S_MAX if header.amount is None else min(header.amount, CALL_S_MAX)
-        run = self._run(answer_with, message, (peer, header.call), within_s, buffers)
-        self._open[peer, header.call] = tasks.create_task(run)
+        run = self._run(answering, message, (peer, header.call), within_s, buffers)
+        if answering.at_once:
+            await run
+        else:
+            self._open[peer, header.call] = _Running(tasks.create_task(run), self._heard[peer] + within_s)
 
     async def _run(
         self,
-        answer_with: Handler,
+        answering: Handler,
         message: Message,
         key: tuple[bytes, int],
         within_s: float,
@@ -312,8 +342,7 @@ class Server:
             await self._port.send(peer, [encode(Kind.ITEM, number, item, next(sent)), *beside])
 
         try:
-            async with asyncio.timeout(within_s):
-                reply = await answer_with(message, Ask(buffers, within_s, send))
+            reply = await answering.run(message, Ask(buffers, within_s, send))
             answer = reply if isinstance(reply, Answer) else Answer(reply, [])
             await self._answer(peer, encode(Kind.REPLY, number, answer.message, next(sent)), *answer.buffers)
         except RemoteError as error:
@@ -326,32 +355,39 @@ class Server:
             log.exception("%s failed", type(message).__name__)
             await self._answer(peer, encode_error(number, Broken.kind, f"{type(message).__name__} failed"))
         finally:
-            del self._open[key]
+            self._open.pop(key, None)
 
     async def _answer(self, peer: bytes, header: bytes, *buffers: Buffer) -> None:
         with contextlib.suppress(PeerLost):  # nobody is left to be told
             await self._port.send(peer, [header, *buffers])
 
     def _cancel(self, peer: bytes, number: int) -> None:
-        task = self._open.get((peer, number))
-        if task is not None:
-            task.cancel()
+        running = self._open.get((peer, number))
+        if running is not None:
+            running.task.cancel()
 
     async def _sweep(self) -> None:
-        """Cancel the calls of clients that have gone silent, and forget them."""
+        """Cancel the calls of clients that have gone silent, and forget them; and those whose deadline is over.
+
+        Who calls keeps the deadline too, and cancels: what is found here are the calls of those who cannot.
+        """
         while True:
             await asyncio.sleep(ALIVE_EVERY_S)
-            horizon = asyncio.get_running_loop().time() - SILENT_S
-            for peer in [peer for peer, heard in self._heard.items() if heard < horizon]:
+            now = asyncio.get_running_loop().time()
+            silent = {peer for peer, heard in self._heard.items() if heard < now - SILENT_S}
+            for peer in silent:
                 del self._heard[peer]
                 self._last.pop(peer, None)
-                for key in [key for key in self._open if key[0] == peer]:
-                    self._open[key].cancel()
-                    await self._abandon(*key)
+            for (peer, number), running in list(self._open.items()):
+                if peer in silent:
+                    await self._abandon(peer, number, running, f"nothing was heard of the caller for {SILENT_S} s")
+                elif running.ends_at < now:
+                    await self._abandon(peer, number, running, "the time that the caller gave is over")
 
-    async def _abandon(self, peer: bytes, number: int) -> None:
+    async def _abandon(self, peer: bytes, number: int, running: _Running, text: str) -> None:
         """Should the client live after all, it must not wait for what will never come."""
-        text = f"nothing was heard of the caller for {SILENT_S} s"
+        running.task.cancel()
+        running.ends_at = math.inf  # once is enough, however long it takes to end
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CONNECT_S):
                 await self._answer(peer, encode_error(number, Abandoned.kind, text))

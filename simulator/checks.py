@@ -5,6 +5,7 @@ each end    a request ends in exactly one way, and no token of its answer is wro
 at rest     when faults have stopped: nobody holds anything for anybody, and the view is the world
 """
 
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -126,9 +127,10 @@ def check_kv(index: Index, memory: Memory, right: Mapping[BlockHash, bytes]) -> 
         segment = memory.reach(place.segment)
         if segment is None or segment.incarnation != place.incarnation:
             continue  # it died, and the index will hear of it
-        written = set(segment.generations[grant.slot].tolist())
+        written = {generations[grant.slot] for generations in segment.generations}
         assert written == {grant.generation}, f"{grant} was never written whole"
-        assert segment.prints[grant.slot].tobytes() == right[name], f"{grant} holds what its name does not say"
+        held = array("q", [prints[grant.slot] for prints in segment.prints]).tobytes()
+        assert held == right[name], f"{grant} holds what its name does not say"
 
 
 def check_rest(world: World) -> None:

@@ -67,7 +67,8 @@ class CostEngine:
         compute beside them."""
         if self.exact or self.cores.shared:
             return await self._run_exactly(rows, steps if self.exact else 1, enough)
-        steps = min(steps, *(_left(row) for row in rows))
+        left = [_left(row) for row in rows]
+        steps = min(steps, *left)
         clock = asyncio.get_running_loop().time
         batch, context = len(rows), sum(row.start for row in rows) + len(rows)
         began = clock()
@@ -80,7 +81,8 @@ class CostEngine:
             steps = self._steps_in(batch, context, clock() - began, steps)
             await asyncio.sleep(max(began + self._steps_s(batch, context, steps) - clock(), 0.0))
         self.computed_s += clock() - began
-        return [[*[FILL] * (steps - 1), LAST if _left(row) == steps else FILL] for row in rows]
+        goes_on, ends = [FILL] * steps, [*[FILL] * (steps - 1), LAST]
+        return [ends if tokens == steps else goes_on for tokens in left]
 
     async def _run_exactly(self, rows: Sequence[Row], steps: int, enough: asyncio.Event) -> list[list[Sampled]]:
         said: list[list[Sampled]] = [[] for _ in rows]

@@ -5,7 +5,8 @@ compared with what was written. Time passes by the real size.
 """
 
 import asyncio
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,12 +51,36 @@ class SimSegment:
     host: str
     generation: int = 0
     alive: bool = True
-    generations: npt.NDArray[np.int64] = field(init=False)
-    prints: npt.NDArray[np.uint8] = field(init=False)
+    generations: "list[array[int]]" = field(init=False)
+    """Of each layer, by slots. Not numpy's: most transfers are of a few blocks."""
+    prints: "list[array[int]]" = field(init=False)
+    """Likewise; a fingerprint as one number."""
 
     def __post_init__(self) -> None:
-        self.generations = np.zeros((self.slots, self.layers), np.int64)
-        self.prints = np.zeros((self.slots, self.layers, PRINT_BYTES), np.uint8)
+        self.generations = [_zeros(self.slots) for _ in range(self.layers)]
+        self.prints = [_zeros(self.slots) for _ in range(self.layers)]
+
+    def get(self, layer: int, grants: Sequence[Grant]) -> list[int]:
+        """The fingerprints of the leading runs that have the right generation."""
+        generations, prints = self.generations[layer], self.prints[layer]
+        found = []
+        for _, slot, generation in grants:
+            if generations[slot] != generation:
+                break
+            found.append(prints[slot])
+        return found
+
+    def put(self, layer: int, grants: Sequence[Grant], found: Sequence[int]) -> None:
+        """Write these fingerprints. Raises Stale, and then has written nothing."""
+        generations, prints = self.generations[layer], self.prints[layer]
+        highest = self.generation
+        for _, slot, generation in grants:
+            if generations[slot] > generation:
+                raise Stale(f"a slot of {self.segment} has been used again")
+            highest = max(highest, generation)
+        for (_, slot, generation), print_ in zip(grants, found, strict=True):
+            generations[slot], prints[slot] = generation, print_
+        self.generation = highest
 
 
 @dataclass
@@ -95,7 +120,7 @@ class SimMover:
         priority: Priority,
     ) -> int:
         """See Mover."""
-        good = 0
+        good, prints = 0, _numbers(out)
         for segment, start, end in _stretches(grants):
             held = self._memory.reach(segment)
             if held is None:
@@ -104,13 +129,10 @@ class SimMover:
             await (self._bus if held.host == self._host else held.out).carry(size)
             if not held.alive:
                 return good
-            slots = [grant.slot for grant in grants[start:end]]
-            wanted = [grant.generation for grant in grants[start:end]]
-            right = held.generations[slots, layer] == wanted
-            count = end - start if right.all() else int(np.argmin(right))
-            out[list(pages[start : start + count])] = held.prints[slots[:count], layer]
-            good += count
-            if start + count < end:
+            found = held.get(layer, grants[start:end])
+            good += len(found)
+            prints[list(pages[start:good])] = found
+            if good < end:
                 self._memory.corrupted += 1
                 return good
         return good
@@ -124,28 +146,23 @@ class SimMover:
         priority: Priority,
     ) -> None:
         """See Mover."""
-        await self._put(grants, slice(layer, layer + 1), source[list(pages)][:, None], 1)
+        await self._put(grants, {layer: _numbers(source)[list(pages)].tolist()})
 
     async def write_blocks(
         self, grants: Sequence[Grant], blocks: Sequence[npt.NDArray[np.uint8]], priority: Priority
     ) -> None:
         """See Mover."""
-        await self._put(grants, slice(None), np.stack(blocks), len(blocks[0]))
+        layers = enumerate(zip(*blocks, strict=True))
+        await self._put(grants, {layer: _numbers(np.stack(runs)).tolist() for layer, runs in layers})
 
-    async def _put(self, grants: Sequence[Grant], layers: slice, prints: npt.NDArray[np.uint8], runs: int) -> None:
-        """`prints` is [grants, runs, PRINT_BYTES]."""
+    async def _put(self, grants: Sequence[Grant], layers: Mapping[int, list[int]]) -> None:
+        """Write, in each of these layers, a fingerprint for each grant."""
         for segment, start, end in _stretches(grants):
+            self._require(segment)
+            await self._bus.carry((end - start) * len(layers) * self._memory.run_bytes)
             held = self._require(segment)
-            size = (end - start) * runs * self._memory.run_bytes
-            await self._bus.carry(size)
-            held = self._require(segment)
-            slots = [grant.slot for grant in grants[start:end]]
-            generations = np.array([[grant.generation] for grant in grants[start:end]])
-            if (held.generations[slots, layers] > generations).any():
-                raise Stale(f"a slot of {segment} has been used again")
-            held.generations[slots, layers] = generations
-            held.generation = max(held.generation, int(generations.max()))
-            held.prints[slots, layers] = prints[start:end]
+            for layer, prints in layers.items():
+                held.put(layer, grants[start:end], prints[start:end])
 
     def _require(self, segment: SegmentId) -> SimSegment:
         held = self._memory.reach(segment)
@@ -155,6 +172,15 @@ class SimMover:
 
     async def aclose(self) -> None:
         """Nothing is open."""
+
+
+def _zeros(count: int) -> "array[int]":
+    return array("q", bytes(8 * count))
+
+
+def _numbers(prints: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """Fingerprints, [count, PRINT_BYTES], as numbers: the same memory."""
+    return prints.view(np.int64)[:, 0]
 
 
 def _stretches(grants: Sequence[Grant]) -> list[tuple[SegmentId, int, int]]:

@@ -13,9 +13,13 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from protocol.errors import PeerLost
 from protocol.frames import Buffer
+from protocol.inbox import Inbox
+
+T = TypeVar("T")
 
 BREAK_S = 5.0
 """How long a connection without a sign of life lasts: as ZeroMQ's heartbeats are set."""
@@ -179,41 +183,21 @@ class Site:
         self.die()
 
 
-class _Inbox:
-    """What has arrived and was not received yet. One receiver at a time."""
-
-    def __init__(self) -> None:
-        self._items: deque[object] = deque()
-        self._waiting: asyncio.Future[None] | None = None
-
-    def put(self, item: object) -> None:
-        """Something arrives."""
-        self._items.append(item)
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
-
-    async def get(self) -> object:
-        """The next thing that arrived; an exception is raised."""
-        while not self._items:
-            self._waiting = asyncio.get_running_loop().create_future()
-            await self._waiting
-        item = self._items.popleft()
-        if isinstance(item, BaseException):
-            raise item
-        return item
+Received = tuple[bytes, list[memoryview]]
+"""What comes to a port: from which peer, and its frames."""
 
 
-class _Wire:
+class _Wire(Generic[T]):
     """One direction of one connection: what goes in comes out later, in order."""
 
-    def __init__(self, network: Network, inbox: _Inbox) -> None:
+    def __init__(self, network: Network, inbox: Inbox[T]) -> None:
         self._network = network
         self._inbox = inbox
-        self._under_way: deque[object] = deque()
+        self._under_way: deque[T] = deque()
         self._last = 0.0
         self.broken = False
 
-    def send(self, item: object) -> None:
+    def send(self, item: T) -> None:
         """Hand something to the network."""
         network = self._network
         network.messages += 1
@@ -239,10 +223,11 @@ class MemoryLink:
     def __init__(self, site: Site, address: str) -> None:
         self.address = address
         self.site = site
-        self._inbox = _Inbox()
+        self.inbox: Inbox[list[memoryview] | PeerLost] = Inbox()
+        """Where answers and breaks go."""
         self._port: MemoryPort | None = None
         self._peer = b""
-        self._out: _Wire | None = None
+        self._out: _Wire[Received] | None = None
         self._met = asyncio.Event()
         self._closed = False
 
@@ -261,7 +246,7 @@ class MemoryLink:
         """The connection breaks (if it is to this port)."""
         if self._port is not None and port in (None, self._port):
             self._part()
-            self._inbox.put(PeerLost(f"the connection to {self.address} broke"))
+            self.inbox.put(PeerLost(f"the connection to {self.address} broke"))
 
     def _part(self) -> None:
         if self._port is not None:
@@ -270,11 +255,6 @@ class MemoryLink:
             self._out.broken = True
         self._port = self._out = None
         self._met.clear()
-
-    @property
-    def inbox(self) -> _Inbox:
-        """Where answers go. (For MemoryPort.)"""
-        return self._inbox
 
     async def send(self, frames: Sequence[Buffer]) -> None:
         """See Link."""
@@ -288,9 +268,10 @@ class MemoryLink:
 
     async def receive(self) -> list[memoryview]:
         """See Link."""
-        frames = await self._inbox.get()
-        assert isinstance(frames, list)
-        return frames
+        came = await self.inbox.get()
+        if isinstance(came, PeerLost):
+            raise came
+        return came
 
     def close(self) -> None:
         """See Link."""
@@ -308,10 +289,10 @@ class MemoryPort:
     def __init__(self, site: Site, address: str) -> None:
         self.address = address
         self.site = site
-        self._inbox = _Inbox()
-        self._peers: dict[bytes, tuple[_Wire, Site]] = {}
+        self._inbox: Inbox[Received] = Inbox()
+        self._peers: dict[bytes, tuple[_Wire[list[memoryview] | PeerLost], Site]] = {}
 
-    def admit(self, peer: bytes, link: MemoryLink) -> _Wire:
+    def admit(self, peer: bytes, link: MemoryLink) -> _Wire[Received]:
         """A link connects; returns the wire to us."""
         self._peers[peer] = (_Wire(self.site.network, link.inbox), link.site)
         return _Wire(self.site.network, self._inbox)
@@ -333,9 +314,7 @@ class MemoryPort:
 
     async def receive(self) -> tuple[bytes, list[memoryview]]:
         """See Port."""
-        item = await self._inbox.get()
-        assert isinstance(item, tuple)
-        return item
+        return await self._inbox.get()
 
     def close(self) -> None:
         """See Port."""

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import importlib
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -13,10 +14,12 @@ from conductor.config import ConductorConfig
 from decode_pool.config import DecodeConfig
 from deploy import chat, serve
 from deploy.config import ServeConfig
+from kvcache_pool.api import Grant
 from kvcache_pool.config import KVCacheConfig
 from prefill_pool.config import PrefillConfig
 from protocol.errors import RemoteError
 from protocol.message import Message
+from protocol.registry import Timing
 from protocol.settings import add_flags, field_sentences
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,11 +56,11 @@ def row_of(name: str, table: str) -> str:
     return next((line for line in table.splitlines() if line.startswith(f"| `{name}` |")), "")
 
 
-@pytest.mark.parametrize("kind", messages(), ids=lambda kind: kind.__name__)
-def test_every_message_has_its_row_with_all_its_fields(kind: type[Message]) -> None:
+@pytest.mark.parametrize("kind", [*messages(), Grant, Timing], ids=lambda kind: kind.__name__)
+def test_every_message_has_its_row_with_all_its_fields(kind: type) -> None:
     row = row_of(kind.__name__, text_of("docs/protocol.md"))
     assert row, f"docs/protocol.md has no row for {kind.__name__}"
-    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    names = [*inspect.get_annotations(kind)]
     cell = row.split(" | ")[2]
     assert [part.strip("`") for part in cell.split()] == (names or ["none"])
 

@@ -102,7 +102,19 @@ def test_the_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert end.value.code == 0
     told = capsys.readouterr().out
-    for word in ("tax", "reuse", "overlap", "start", "estimates", "load", "truth", "all", "--json", "examples"):
+    for word in (
+        "tax",
+        "reuse",
+        "overlap",
+        "start",
+        "estimates",
+        "decision",
+        "load",
+        "truth",
+        "all",
+        "--json",
+        "examples",
+    ):
         assert word in told
 
 

@@ -13,7 +13,6 @@ from conductor.registry import Registry
 from kvcache_pool.api import DirectoryLink
 from protocol.ids import Incarnation
 from protocol.registry import DEAD_AFTER_REPORTS, REPORT_EVERY_S, Load, Pool, Report, Timing
-from protocol.rpc import Ask
 from protocol.zmq_transport import ZmqTransport
 from tests.cluster import Listener, a_cluster, an_ask
 from tests.conductor.test_view import a_view, the
@@ -91,10 +90,10 @@ async def test_a_report_teaches_how_long_passes_take_and_one_of_an_unknown_life_
         view = a_view("decode-0")
         instance = the(view, "decode-0")
         registry = Registry(view, Peers(transport), DirectoryLink(transport), Metrics("fake"), estimates)
-        load, ask = Load(timings=[Timing(1, 4, 100, 0.5)]), Ask([], 1.0, registry.report)
-        assert not (await registry.report(Report(instance.name, Incarnation("other"), load), ask)).known
+        load = Load(timings=[Timing(1, 4, 100, 0.5)])
+        assert not registry.report(Report(instance.name, Incarnation("other"), load)).known
         assert estimates.fresh(Pool.DECODE, instance.kind, asyncio.get_running_loop().time()) == 0
-        assert (await registry.report(Report(instance.name, instance.incarnation, load), ask)).known
+        assert registry.report(Report(instance.name, instance.incarnation, load)).known
         assert estimates.fresh(Pool.DECODE, instance.kind, asyncio.get_running_loop().time()) == 1
         assert abs(estimates.step(instance.kind).at(4, 100) - 0.5) < 0.01
     finally:

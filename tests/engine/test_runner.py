@@ -86,9 +86,9 @@ async def test_a_run_is_its_steps_one_by_one(engine: TorchEngine):
     assert [[first, *(one.token for one in row)] for first, row in zip(firsts, said, strict=True)] == text
     at = next(n for n in (4, 3, 2, 1) if text[1][n] not in text[1][:n])
     ends = Sampling(temperature=0.0, max_tokens=100, stop_tokens=[text[1][at]])
-    ending = [rows[0], replace(rows[1], draws=[Draw(ends, prompts[1], firsts[1:])])]
+    ending = [rows[0], rows[1]._replace(draws=[Draw(ends, prompts[1], firsts[1:])])]
     assert [len(row) for row in await engine.run(ending, 8, asyncio.Event())] == [at, at]
-    full = [replace(rows[0], draws=[Draw(replace(sampling, max_tokens=4), prompts[0], firsts[:1])])]
+    full = [rows[0]._replace(draws=[Draw(replace(sampling, max_tokens=4), prompts[0], firsts[:1])])]
     assert [len(row) for row in await engine.run(full, 8, asyncio.Event())] == [3]
     enough = asyncio.Event()
     enough.set()
@@ -101,7 +101,7 @@ async def test_a_run_that_its_pages_do_not_hold_or_that_is_no_decoding_is_refuse
     assert len((await engine.run([row], 4, asyncio.Event()))[0]) == 4
     with pytest.raises(ValueError, match="2 pages of 8 do not hold 17 tokens"):
         await engine.run([row], 5, asyncio.Event())
-    for bad in (a_row([3, 4]), replace(row, draws=())):
+    for bad in (a_row([3, 4]), row._replace(draws=())):
         with pytest.raises(ValueError, match="one token and one draw"):
             await engine.run([bad], 1, asyncio.Event())
 

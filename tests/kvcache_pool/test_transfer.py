@@ -80,7 +80,7 @@ async def test_whole_blocks_are_what_their_layers_are(pool: Pool, reach: Reach) 
             good, out = await load(mover, lease.targets, layer)
             assert good == 6
             assert np.array_equal(out, [block[layer] for block in blocks])
-        late = [replace(lease.targets[0], generation=0)]
+        late = [lease.targets[0]._replace(generation=0)]
         with pytest.raises(Stale):
             await mover.write_blocks(late, blocks[:1], Priority.WRITE_BACK)
 
@@ -140,7 +140,7 @@ async def test_a_late_writer_is_stale_and_its_reader_gets_nothing(pool: Pool, re
 @pytest.mark.parametrize("reach", REACHES)
 async def test_a_slot_that_does_not_exist(pool: Pool, reach: Reach) -> None:
     lease = await a_lease(pool, unnamed=1)
-    strange = replace(lease, targets=[replace(lease.targets[0], slot=4000)])
+    strange = replace(lease, targets=[lease.targets[0]._replace(slot=4000)])
     async with Moving(pool, lease, reach) as mover:
         with pytest.raises(Stale, match="no slot 4000"):
             await store(mover, strange, 0)

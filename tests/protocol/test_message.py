@@ -2,7 +2,7 @@
 
 from dataclasses import FrozenInstanceError, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import pytest
@@ -24,6 +24,12 @@ class Inner(Message):
     weight: float = 1.0
 
 
+class Row(NamedTuple):
+    name: BlockHash
+    slot: int
+    seconds: float
+
+
 class Sample(Message):
     number: int
     ratio: float
@@ -41,6 +47,7 @@ class Sample(Message):
     by_name: dict[str, Inner] = field(default_factory=dict)
     colours: list[Colour] = field(default_factory=list)
     ids: Ids = field(default_factory=token_ids)
+    rows: list[Row] = field(default_factory=list)
 
 
 class Positive(Message):
@@ -72,6 +79,7 @@ samples = st.builds(
     by_name=st.dictionaries(st.text(), inners),
     colours=st.lists(st.sampled_from(Colour)),
     ids=st.lists(st.integers(0, 2**32 - 1)).map(token_ids),
+    rows=st.lists(st.builds(Row, st.binary().map(BlockHash), numbers, floats)),
 )
 
 PLAIN: dict[str, Any] = {
@@ -123,6 +131,9 @@ def test_missing_fields_take_their_defaults() -> None:
         ({"held": {"a": "b"}}, "held must be int, not str"),
         ({"held": [1]}, "held must be a map with text keys"),
         ({"held": {b"a": 1}}, "held must be a map with text keys"),
+        ({"rows": [{"name": b"n", "slot": 1, "seconds": 0.5}]}, "rows must be a list of name, slot, seconds"),
+        ({"rows": [[b"n", 1]]}, "rows must be a list of name, slot, seconds"),
+        ({"rows": [[b"n", 1, 0.5], [b"n", 1.0, 0.5]]}, "rows.slot must be int, not float"),
         ({"ids": [1, 2]}, "ids must be bytes, not list"),
         ({"ids": b"12345"}, "ids has 5 bytes: no whole number of tokens"),
         ({"surplus": 1}, "unknown fields ['surplus']"),
@@ -141,8 +152,9 @@ def test_a_required_field_is_missed_by_name(name: str) -> None:
 
 
 def test_whole_numbers_are_good_floats() -> None:
-    ratio = build(Sample, PLAIN | {"ratio": 2}).ratio
-    assert (ratio, type(ratio)) == (2.0, float)
+    sample = build(Sample, PLAIN | {"ratio": 2, "rows": [[b"n", 1, 2]]})
+    assert (sample.ratio, type(sample.ratio)) == (2.0, float)
+    assert (sample.rows, type(sample.rows[0].seconds)) == ([Row(BlockHash(b"n"), 1, 2.0)], float)
 
 
 def test_what_the_class_itself_refuses_is_a_bad_message() -> None:
@@ -189,6 +201,12 @@ def test_ids_travel_as_their_bytes_little_endian() -> None:
     sample = build(Sample, PLAIN | {"ids": b"\x01\x00\x00\x00\xff\xff\xff\xff"})
     assert list(sample.ids) == [1, 2**32 - 1]
     assert unpack_plain(pack(sample))["ids"] == b"\x01\x00\x00\x00\xff\xff\xff\xff"
+
+
+def test_a_row_travels_without_names() -> None:
+    sample = build(Sample, PLAIN | {"rows": [[b"n", 7, 0.5]]})
+    assert unpack_plain(pack(sample))["rows"] == [[b"n", 7, 0.5]]
+    assert sample.rows[0].slot == 7
 
 
 def test_what_is_no_message_cannot_be_packed() -> None:

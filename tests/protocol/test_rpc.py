@@ -16,10 +16,11 @@ import zmq
 import zmq.asyncio
 
 from protocol.call import Answer
+from protocol.cluster import PROTOCOL_VERSION
 from protocol.errors import Abandoned, BadMessage, Broken, DeadlineExceeded, PeerLost, RemoteError
 from protocol.frames import Kind, decode, encode
 from protocol.message import Message
-from protocol.rpc import CALLS_MAX, CONNECT_S, SILENT_S, Ask, Client, Server, handler, items
+from protocol.rpc import CALLS_MAX, CONNECT_S, SILENT_S, Ask, Client, Server, at_once, handler, items
 from protocol.zmq_transport import FRAME_BYTES_MAX, ZmqTransport
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +48,12 @@ class Hang(Message):
 
 class Fail(Message):
     how: str
+
+
+class Recall(Message):
+    """Answered at once, from memory; or that fails."""
+
+    fails: bool = False
 
 
 class Unserved(Message):
@@ -98,6 +105,11 @@ class Service:
                 raise PeerLost("a peer of mine")
         raise ZeroDivisionError("a fault of ours")
 
+    def recall(self, message: Recall) -> Counted:
+        if message.fails:
+            raise Teapot("forgotten")
+        return Counted(self.hanging)
+
     async def until(self, condition: Callable[[], bool], within_s: float = 2.0) -> None:
         async with asyncio.timeout(within_s):
             while not condition():
@@ -129,6 +141,7 @@ def serve(transport: ZmqTransport, address: str, service: Service) -> Server:
         handler(Count, service.count),
         handler(Hang, service.hang),
         handler(Fail, service.fail),
+        at_once(Recall, service.recall),
     ]
     return Server(transport.bind(address), dict(rows))
 
@@ -204,6 +217,18 @@ async def test_errors_arrive_as_what_they_were(world: World) -> None:
     with pytest.raises(RemoteError, match="PeerLost: a peer of mine"):
         await call(Fail("lost"), Echoed, within_s=2)
     assert await echoes(world.client)
+
+
+async def test_what_is_answered_at_once_comes_like_any_other_answer(world: World) -> None:
+    hanging = asyncio.create_task(world.client.call(Hang(), Echoed, within_s=5))
+    await world.service.until(lambda: world.service.hanging == 1)
+    asked = (world.client.call(Recall(), Counted, within_s=2) for _ in range(50))
+    assert await asyncio.gather(*asked) == [Counted(1)] * 50
+    with pytest.raises(Teapot, match="forgotten"):
+        await world.client.call(Recall(fails=True), Counted, within_s=2)
+    assert world.server.calls == 1, "the one that hangs"
+    hanging.cancel()
+    await asyncio.gather(hanging, return_exceptions=True)
 
 
 async def test_an_error_of_unknown_kind_keeps_its_text(world: World) -> None:
@@ -337,12 +362,12 @@ GARBAGE = [
     [b""],
     [b"GET / HTTP/1.1"],
     [b"\xc1" * 1000, b"x" * 1000],
-    [msgpack.packb([1, 1, 1, None, "Echo"])],
+    [msgpack.packb([PROTOCOL_VERSION, 1, 1, None, "Echo"])],
     [msgpack.packb([99, 1, 1, None, "Echo", {"text": "x"}])],
-    [msgpack.packb([1, 1, 1, float("nan"), "Echo", {"text": "x"}])],
-    [msgpack.packb([1, 1, 1, None, "Message", {}])],
-    [msgpack.packb([1, 1, 1, None, "Echo", {"text": 5}])],
-    [msgpack.packb([1, 1, 1, None, "Echo", {"text": "x", "y": 1}])],
+    [msgpack.packb([PROTOCOL_VERSION, 1, 1, float("nan"), "Echo", {"text": "x"}])],
+    [msgpack.packb([PROTOCOL_VERSION, 1, 1, None, "Message", {}])],
+    [msgpack.packb([PROTOCOL_VERSION, 1, 1, None, "Echo", {"text": 5}])],
+    [msgpack.packb([PROTOCOL_VERSION, 1, 1, None, "Echo", {"text": "x", "y": 1}])],
     [b"\x91" * 100_000],
 ]
 
@@ -515,6 +540,16 @@ async def test_a_silent_clients_calls_are_cancelled_and_a_patient_ones_are_not(w
     assert not patient.done()
     patient.cancel()
     await asyncio.gather(patient, return_exceptions=True)
+
+
+@only_tcp
+async def test_a_call_whose_deadline_is_over_is_cancelled_though_its_caller_does_not_say_so(world: World) -> None:
+    async with raw_dealer(world.server.address) as socket:
+        await socket.send_multipart([encode(Kind.CALL, 1, Hang(), 0.1)])
+        await world.service.until(lambda: world.service.cancelled == 1, within_s=SILENT_S - 1)
+        kind, call, tag, _ = await answer_of(socket)
+        assert (kind, call, tag) == (Kind.ERROR, 1, Abandoned.kind)
+    assert world.server.calls == 0
 
 
 async def test_stopping_the_server_cancels_its_calls() -> None:

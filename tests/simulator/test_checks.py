@@ -90,11 +90,11 @@ def test_kv_that_is_not_what_its_name_says_is_seen() -> None:
         check_always(world, right)
         _, place, grant = next(iter(world.index.named()))
         segment = world.memory.segments[place.segment]
-        segment.prints[grant.slot, 1, 0] ^= 1
+        segment.prints[1][grant.slot] ^= 1
         with pytest.raises(AssertionError, match="what its name does not say"):
             check_always(world, right)
-        segment.prints[grant.slot, 1, 0] ^= 1
-        segment.generations[grant.slot, 1] -= 1
+        segment.prints[1][grant.slot] ^= 1
+        segment.generations[1][grant.slot] -= 1
         with pytest.raises(AssertionError, match="never written whole"):
             check_always(world, right)
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from simulator.loop import Stuck, run_virtual
+from simulator.loop import TIMERS_MAX, Stuck, run_virtual
 
 
 def test_an_hour_passes_at_once_and_exactly():
@@ -34,6 +34,26 @@ def test_timers_fire_in_their_order_and_timeouts_count_virtual_seconds():
 
     run_virtual(main())
     assert heard == ["a", "b", "c"]
+
+
+def test_timers_that_were_cancelled_change_nothing_however_many() -> None:
+    heard: list[float] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        for number in range(5 * TIMERS_MAX):
+            after = float(number % 100)
+            kept, cancelled = (
+                loop.call_later(after, heard.append, after),
+                loop.call_later(after, heard.append, -1.0),
+            )
+            cancelled.cancel()
+            assert kept.when() == after
+        await asyncio.sleep(100.0)
+
+    run_virtual(main())
+    assert heard == sorted(heard)
+    assert (len(heard), heard[0]) == (5 * TIMERS_MAX, 0.0)
 
 
 def test_waiting_for_what_never_comes_is_an_error_and_not_a_hang():
