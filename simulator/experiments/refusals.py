@@ -18,9 +18,10 @@ ABOUT = "refusals, served tokens and waste of every admission policy, where deco
 
 REGIMES: Mapping[str, dict[str, Any]] = {
     "8+1 at 1.5x": {"decode": 1, "speed": 1.5},
-    "8+2 at 4x": {"decode": 2, "speed": 4.0},
-    "8+2, TBT 50 ms": {"decode": 2, "tbt_limit_s": 0.05, "speed": 2.0},
-    "8+8, outputs x6": {"decode": 8, "outputs_times": 6.0, "speed": 2.0},
+    "12+1 at 2x": {"prefill": 12, "decode": 1, "speed": 2.0},
+    "16+1 at 3x": {"prefill": 16, "decode": 1, "speed": 3.0},
+    "8+1 at 1.5x, TBT 50 ms": {"decode": 1, "speed": 1.5, "tbt_limit_s": 0.05},
+    "8+8 at 1.5x, outputs x10": {"decode": 8, "speed": 1.5, "outputs_times": 10.0},
 }
 """Prefill + decode instances, and how fast the conversation trace is replayed."""
 

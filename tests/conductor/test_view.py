@@ -6,7 +6,7 @@ import pytest
 
 from conductor.health import FAILURES_MAX
 from conductor.view import DEAD_MAX, DEAF_TIMES, Instance, Prefilling, Stream, View
-from protocol.cluster import Mismatch
+from protocol.cluster import PROTOCOL_VERSION, Mismatch
 from protocol.ids import Incarnation, InstanceId, RequestId, SegmentId
 from protocol.registry import DEAD_AFTER_REPORTS, REPORT_EVERY_S, Load, Pool, Register, Superseded
 from tests.fakes import LAYOUT, MANIFEST
@@ -65,7 +65,7 @@ def test_registering_again_in_the_same_life_is_no_replacement():
     [
         ({"model_digest": "other"}, ["model_digest", "'other'", "'model-digest'"]),
         ({"tokenizer_digest": "other"}, ["tokenizer_digest"]),
-        ({"protocol_version": 99}, ["protocol_version", "99", "1"]),
+        ({"protocol_version": 99}, ["protocol_version", "99", str(PROTOCOL_VERSION)]),
         ({"layout": replace(LAYOUT, block_tokens=8)}, ["block_tokens", "8", "4"]),
         ({"layout": replace(LAYOUT, kv_type="float16")}, ["kv_type", "float16", "float32"]),
         ({"layout": replace(LAYOUT, layers=9)}, ["layers", "9", "3"]),
