@@ -217,9 +217,19 @@ def settings_of(setup: Setup) -> dict[str, Any]:
     decode = load_section(DecodeConfig, "decode", environ=os.environ)
     size = load_section(KVCacheConfig, "kvcache", environ=os.environ).size_bytes
     layout = setup.open().manifest.layout
-    same = ("placement", "balancing_threshold", "admission", "reserve", "hold", "residence_s", "margin")
+    judged = (
+        "placement",
+        "balancing_threshold",
+        "admission",
+        "reserve",
+        "hold",
+        "residence_s",
+        "margin",
+        "hysteresis",
+    )
+    same = (*judged, "overtaken_max", "rests_on_decode", "rest_steps_max", "report_s")
     return {
-        **{name: getattr(conductor, name) for name in (*same, "hysteresis", "report_s")},
+        **{name: getattr(conductor, name) for name in same},
         "z": conductor.reserve_z,
         "prefill": PREFILL,
         "decode": DECODE,

@@ -6,6 +6,7 @@ that was fitted before, from requests of their own. `python -m bench truth` make
 
 import argparse
 import json
+import lzma
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,6 +23,9 @@ from simulator.table import text_table
 from simulator.workload import BadTrace
 
 ABOUT = "a recorded run of the live service beside a simulation of it"
+
+SHIPPED = Path(__file__).parents[1] / "traces" / "live.json.xz"
+"""The default model on two cores, as docs/results.md tells of it."""
 
 LATENCY_WITHIN, REFUSALS_WITHIN = 0.20, 0.10
 """Shares of the live figure by which the simulated one may differ."""
@@ -80,14 +84,14 @@ class Recording:
 
     @staticmethod
     def read(path: Path) -> "Recording":
-        """Raises BadTrace, or OSError."""
+        """Plain, or compressed as .xz. Raises BadTrace, or OSError."""
         try:
-            body = json.loads(path.read_text(encoding="utf-8"))
+            body = json.loads(lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes())
             parts = [
                 Part(**{**part, "requests": [Sent(**sent) for sent in part["requests"]]}) for part in body["parts"]
             ]
             return Recording(**{**body, "parts": parts})
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, lzma.LZMAError) as error:
             raise BadTrace(f"{path}: not a recorded run: {error}") from error
 
 
@@ -184,7 +188,11 @@ def _quantiles(values: Sequence[float]) -> list[float]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which recording."""
     parser.add_argument(
-        "--live", type=Path, metavar="FILE", required=True, help="as `python -m bench truth` writes"
+        "--live",
+        type=Path,
+        metavar="FILE",
+        default=SHIPPED,
+        help="as `python -m bench truth --record FILE` writes; default: one of a machine of two cores",
     )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write the cost model and the traces here")
 

@@ -1,6 +1,7 @@
 """A recorded live run is simulated again, request by request, and held against what was recorded."""
 
 import json
+import lzma
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,9 +26,6 @@ COST = CostModel(
     request_s=0.005,
     speeds=(1.0, 0.8),
 )
-RECORDED = Path(__file__).with_name("live.json")
-"""The default model on two cores that other programs used as well: 44 requests."""
-
 SETTINGS = {"prefill": 2, "decode": 2, "block_tokens": 16, "chunk_tokens": 512, "steps_max": 1, "report_s": 0.5}
 
 
@@ -54,6 +52,15 @@ def live(tmp_path: Path) -> Path:
 
 def test_it_is_read_back_as_it_was_written(live: Path) -> None:
     assert json.dumps(Recording.read(live).body()) == json.dumps(recording().body())
+
+
+def test_it_may_be_compressed(live: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "live.json.xz"
+    packed.write_bytes(lzma.compress(live.read_bytes()))
+    assert Recording.read(packed) == Recording.read(live)
+    packed.write_bytes(live.read_bytes())
+    with pytest.raises(BadTrace, match="not a recorded run"):
+        Recording.read(packed)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"parts": [{}]}', '{"parts": 3}'])
@@ -86,7 +93,7 @@ def test_a_lone_request_takes_what_the_cost_model_says(live: Path, capsys: pytes
 def test_a_run_of_the_real_service_is_simulated_to_within_a_factor_of_two(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["truth", "--live", str(RECORDED), "--json", "-"]) == 0
+    assert main(["truth", "--json", "-"]) == 0
     parts = json.loads(capsys.readouterr().out)["parts"]
     assert parts.keys() == {"moderate", "overload"}
     for part in parts.values():
