@@ -11,13 +11,13 @@ not full. But what will be known in a moment is waited for.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from conductor.ask import Limits, Priority, Refusal
 from conductor.estimate import Estimates
-from conductor.forecast import PRESENCES, Forecast, Outlook, Presence, survival
+from conductor.forecast import PRESENCES, Forecast, Outlook, Presence, Ranking, survival
 from conductor.lengths import Lengths
 from conductor.mean import Mean
 from conductor.rules import AT_DECODE, NONE, Rules
@@ -186,7 +186,7 @@ class Gate:
             return self._refuse_late(scene)
         ranked = self._ranked(scene)
         if rules.policy in (NONE, AT_DECODE):
-            return _admit(scene, ranked)
+            return _admit(scene, next(iter(ranked), None))
         if rules.hold and candidate.yields and (candidate.queue_s or 0.0) > NEAR_S:
             text = f"Its turn would come in {candidate.queue_s:.3g} s: it waits where others can go before it."
             return Judgement(Verdict.HOLD, None, candidate.limits, scene.ttft_s, reason="ttft", text=text)
@@ -207,32 +207,32 @@ class Gate:
             tested = self._outlook(scene, PRESENCES[AT_DECODE], now).rank(scene.decodes, estimates)
             return self._decide(scene, tested, hold=not self._late(scene))
         if policy == NONE or not self.rules.hold or scene.waited_s > candidate.limits.ttft_s - SOON_S:
-            return _admit(scene, ranked)
-        taker = next((forecast for forecast in ranked if self._has_room(scene, forecast)), None)
-        if taker is None and ranked:
-            return self._full(scene, ranked[0], hold=True)
-        return _admit(scene, [taker] if taker else [])
+            return _admit(scene, next(iter(ranked), None))
+        best, taker = next(iter(ranked), None), next((one for one in ranked if self._has_room(scene, one)), None)
+        if taker is None and best is not None:
+            return self._full(scene, best, hold=True)
+        return _admit(scene, taker)
 
     def best(
         self, candidate: Candidate, view: View, estimates: Estimates, lengths: Lengths, now: float
     ) -> Judgement:
         """Where it decodes best, whatever the limits: part of its answer is out, so it is served to its end."""
         scene = _Scene(candidate, view, estimates, lengths, now)
-        return _admit(scene, self._ranked(scene, reserve=False))
+        return _admit(scene, next(iter(self._ranked(scene, reserve=False)), None))
 
     # --- the tests
 
-    def _decide(self, scene: _Scene, tested: list[Forecast], *, hold: bool) -> Judgement:
+    def _decide(self, scene: _Scene, tested: Iterable[Forecast], *, hold: bool) -> Judgement:
         """To the first instance that takes it; if none does, `hold` says whether it waits or is refused."""
-        taker = next((forecast for forecast in tested if self._takes(scene, forecast)), None)
-        if taker is None and tested:
+        best, taker = next(iter(tested), None), next((one for one in tested if self._takes(scene, one)), None)
+        if taker is None and best is not None:
             if all(self._never(scene, forecast) for forecast in tested):
-                return self._full(scene, tested[0], hold=False)
+                return self._full(scene, best, hold=False)
             if self.rules.hysteresis:
                 self._closed.add(scene.candidate.priority)
-            return self._full(scene, tested[0], hold=hold)
+            return self._full(scene, best, hold=hold)
         self._closed.discard(scene.candidate.priority)
-        return _admit(scene, [taker] if taker else [])
+        return _admit(scene, taker)
 
     def _never(self, scene: _Scene, forecast: Forecast) -> bool:
         """Whether it does not even fit on this instance alone: no waiting mends that."""
@@ -309,14 +309,14 @@ class Gate:
             stale_s=STALE_REPORTS * scene.view.report_s,
         )
 
-    def _ranked(self, scene: _Scene, *, reserve: bool = True) -> list[Forecast]:
+    def _ranked(self, scene: _Scene, *, reserve: bool = True) -> Ranking:
         """Decode instances, best first. By survival whatever the policy, and on arrival with a reserve: the choice
         must count what is on its way, or all go where it is emptiest now. At the hand-over without one: what comes
         much later has a choice of its own then, and would outweigh what is there."""
         outlook = self._outlook(scene, survival, scene.hand_over_at, reserve=reserve)
         return outlook.rank(scene.decodes, scene.estimates)
 
-    def _tested(self, scene: _Scene, ranked: list[Forecast]) -> list[Forecast]:
+    def _tested(self, scene: _Scene, ranked: Ranking) -> Iterable[Forecast]:
         """The same instances in the same order, as the policy sees them."""
         rules, presence = self.rules, PRESENCES[self.rules.policy]
         if presence is survival and rules.reserve:
@@ -375,12 +375,12 @@ class Gate:
         )
 
 
-def _admit(scene: _Scene, ranked: list[Forecast]) -> Judgement:
-    """To the first of `ranked`."""
+def _admit(scene: _Scene, taker: Forecast | None) -> Judgement:
+    """To this instance; None if none is alive."""
     limits = scene.candidate.limits
-    if not ranked:
+    if taker is None:
         return Judgement(Verdict.ADMIT, None, limits, scene.ttft_s)
-    return Judgement(Verdict.ADMIT, ranked[0].instance, limits, scene.ttft_s, ranked[0].step_s)
+    return Judgement(Verdict.ADMIT, taker.instance, limits, scene.ttft_s, taker.step_s)
 
 
 def _refuse(scene: _Scene, best: Forecast | None, reason: str, text: str, retry_after_s: float) -> Judgement:

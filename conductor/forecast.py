@@ -19,8 +19,9 @@ hand-over of the candidate, and later ones at which others are due, when it may 
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from types import MappingProxyType
 
 from conductor.ask import Priority
@@ -148,12 +149,14 @@ class Outlook:
 
     def of(self, instance: Instance, line: StepLine) -> Forecast:
         """The forecast for one instance."""
+        return self._look(instance, line).to_the_end()
+
+    def _look(self, instance: Instance, line: StepLine) -> "_Look":
+        """The same, as far as the first span tells."""
         tokens_s = _pace(instance, line)
         spans = self._spans(instance) if self.reserve else [(self.at, self.at)]
-        worst, *others = [self._during(instance, line, tokens_s, start, until) for start, until in spans]
-        for other in others:
-            worst = _worse(worst, other)
-        return worst
+        during = (self._during(instance, line, tokens_s, start, until) for start, until in spans)
+        return _Look(next(during), during)
 
     def _spans(self, instance: Instance) -> list[tuple[float, float]]:
         """Start and end of the first span, from the hand-over on, and of each later one in which one is due."""
@@ -220,7 +223,7 @@ class Outlook:
                 promised_s = stream.tbt_s
         return rows, tokens, variance, tokens_variance, promised_s
 
-    def rank(self, instances: Iterable[Instance], estimates: Estimates) -> list[Forecast]:
+    def rank(self, instances: Iterable[Instance], estimates: Estimates) -> "Ranking":
         """The best CANDIDATES_MAX instances: those whose memory fits first, of these the shortest step, then by
         name. More instances than that are looked at roughly first: as if everybody stayed, and nobody grew."""
         lines: dict[str, StepLine] = {}
@@ -232,8 +235,53 @@ class Outlook:
             rough.append((instance, line))
         if len(rough) > CANDIDATES_MAX:
             rough = sorted(rough, key=_rough)[:CANDIDATES_MAX]
-        forecasts = [self.of(instance, line) for instance, line in rough]
-        return sorted(forecasts, key=lambda f: (not f.fits, f.step_s, f.instance.name))
+        return Ranking(self._look(instance, line) for instance, line in rough)
+
+
+@dataclass(slots=True)
+class _Look:
+    """At one instance: the worst so far, and the spans that were not looked at yet. They never make it better."""
+
+    worst: Forecast
+    later: Iterator[Forecast]
+    ended: bool = False
+
+    def to_the_end(self) -> Forecast:
+        """With all spans."""
+        for other in self.later:
+            self.worst = _worse(self.worst, other)
+        self.ended = True
+        return self.worst
+
+
+class Ranking:
+    """Forecasts of several instances, best first.
+
+    Most decisions take the first. So later spans of an instance are looked at when it is the best by what is known
+    of all; another may be better then. What was found is kept: iterate as often as you like. Mutates: iteration.
+    """
+
+    def __init__(self, looks: Iterable[_Look]) -> None:
+        self._found: list[Forecast] = []
+        self._looks = [(not look.worst.fits, look.worst.step_s, look.worst.instance.name, look) for look in looks]
+        heapify(self._looks)
+
+    def __iter__(self) -> Iterator[Forecast]:
+        index = 0
+        while index < len(self._found) or self._looks:
+            while index == len(self._found):
+                self._go_on()
+            yield self._found[index]
+            index += 1
+
+    def _go_on(self) -> None:
+        """Find one more, or learn more of the one that seemed best."""
+        _, _, name, look = heappop(self._looks)
+        if look.ended:
+            self._found.append(look.worst)
+        else:
+            worst = look.to_the_end()
+            heappush(self._looks, (not worst.fits, worst.step_s, name, look))
 
 
 def _rough(candidate: tuple[Instance, StepLine]) -> tuple[float, str]:

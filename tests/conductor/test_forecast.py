@@ -271,7 +271,7 @@ def test_those_with_memory_come_before_those_without():
     enter(view, "decode-0", running(100, said=0))
     enter(view, "decode-1", running(90, said=0))
     the(view, "decode-0").load = Load(step_s=STEP_S, blocks_total=1000)
-    ranked = an_outlook().rank(view.of(Pool.DECODE), SameForAll())
+    ranked = list(an_outlook().rank(view.of(Pool.DECODE), SameForAll()))
     assert [(f.instance.name, f.fits) for f in ranked] == [("decode-0", True), ("decode-1", False)]
 
 
@@ -283,9 +283,22 @@ def test_of_many_instances_the_roughly_best_are_looked_at_closely():
     view = a_pool(20)
     for n, instance in enumerate(view.of(Pool.DECODE)):
         enter(view, instance.name, *[running()] * (n % 10))
-    ranked = an_outlook().rank(view.of(Pool.DECODE), SameForAll())
+    ranked = list(an_outlook().rank(view.of(Pool.DECODE), SameForAll()))
     assert len(ranked) == CANDIDATES_MAX
     assert [len(f.instance.streams) for f in ranked] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@given(st.lists(st.lists(st.floats(0, 60), max_size=6), min_size=1, max_size=CANDIDATES_MAX))
+def test_who_is_best_by_the_first_span_is_not_taken_for_the_best_of_all(pool: list[list[float]]):
+    view, outlook, estimates = a_pool(len(pool), blocks=200), an_outlook(reserve=True, z=2.0), SameForAll()
+    for n, due in enumerate(pool):
+        enter(view, f"decode-{n}", *(coming(300, in_s=in_s) for in_s in due))
+    instances = view.of(Pool.DECODE)
+    whole = [outlook.of(instance, LINE) for instance in instances]
+    ranking = outlook.rank(instances, estimates)
+    first = next(iter(ranking))
+    assert list(ranking) == sorted(whole, key=lambda f: (not f.fits, f.step_s, f.instance.name))
+    assert next(iter(ranking)) is first
 
 
 def test_the_faster_kind_wins():
