@@ -53,6 +53,10 @@ FULL_RETRY_S = 1.0
 """When to come back to a full line at the soonest: it moves in about this time."""
 
 
+BEHIND_SHARE = 0.25
+"""A long prompt stands behind later ones that are shorter, but not farther than this share of its limit: its own
+prefill leaves it little time to wait, and without a bound the longest are hardly ever served under overload."""
+
 NOTHING = Found(0, {})
 """A prompt of which nothing is cached, or nobody can say so."""
 
@@ -211,7 +215,8 @@ class Admission:
         """Its place in the line goes by its whole prompt, cached or not: decode needs room for all of it."""
         limits, arrived_at, tokens = wanted.limits, wanted.arrived_at, wanted.prompt.tokens
         ends_at = min(arrived_at + limits.ttft_s, wanted.ends_at)
-        due = ends_at + self.estimates.prefill_s(plan.prefill.kind, tokens, 0)
+        prefill_s = self.estimates.prefill_s(plan.prefill.kind, tokens, 0)
+        due = ends_at + min(prefill_s, BEHIND_SHARE * limits.ttft_s)
         bars = limits.tbt_s >= self._limits.tbt_s
         return Held(wanted.request, wanted.priority, tokens, arrived_at, due, ends_at, bars)
 
