@@ -5,9 +5,9 @@
                       ▲
                       a barrier: it was overtaken so often that nobody behind it may go before it
 
-A request is due when its client's limit ends and, besides, the time of a prefill of its whole prompt, up to a bound:
-about the order in which requests of equal limits would reach decode if none had to wait. So a long prompt is behind
-the short ones that come within that time, and before all that come later.
+A request is due when its client's limit ends and, besides, the time of a prefill of its whole prompt, up to a
+bound: about the order in which requests of equal limits would reach decode if none had to wait. So a long prompt
+is behind the short ones that come within that time, and before all that come later.
 
 A request is judged when it arrives and again whenever something has changed. One that fits may pass those before
 it that do not. It may do so only so often, or long prompts would starve behind short ones.
