@@ -148,10 +148,16 @@ class Admitted:
 
     def gone(self, choice: int) -> None:
         """It loads its decode instance no more."""
+        if self.aside(choice) is not None:
+            self._left()
+
+    def aside(self, choice: int) -> Instance | None:
+        """Take it out for the moment in which it is judged, or one that stands before it; `moved` must follow.
+        Returns where it was."""
         instance = self._decodes.pop(choice, None)
         if instance is not None:
             self._view.release(instance, self._key(choice), self._clock())
-            self._left()
+        return instance
 
     def _key(self, choice: int) -> Key:
         return self.wanted.request, choice

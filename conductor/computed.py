@@ -1,5 +1,6 @@
 """Prompts that are computed, and the way each takes to a decode instance: first computed, first served, as decode
-engines do. One for which there is no room waits, and all behind it."""
+engines do. One for which there is no room waits, and all behind it. Who waits still counts where room was promised
+to it: those who are judged before their prefill must leave it that."""
 
 import asyncio
 from collections.abc import Callable
@@ -21,13 +22,19 @@ class _Waiting:
     admitted: Admitted
     choice: int
     told: asyncio.Future[Instance]
+    instance: Instance
+    """Where room was promised to it: it is entered there meanwhile."""
 
     @property
     def hurried(self) -> bool:
         """Whether it may not wait behind others: its time is up, or its request has its answer already."""
-        wanted = self.admitted.wanted
+        admitted, wanted = self.admitted, self.admitted.wanted
         over = _now() > wanted.arrived_at + wanted.limits.ttft_s - SOON_S
-        return over or self.admitted.handed_over or self.admitted.refused is not None
+        return over or wanted.promised or admitted.handed_over or admitted.refused is not None
+
+    def enter(self) -> None:
+        """It waits, and counts as about to come."""
+        self.admitted.moved(self.choice, self.instance, _now())
 
 
 class Computed:
@@ -50,14 +57,16 @@ class Computed:
         """Which decode instance goes on with this choice; it is entered there.
 
         Raises Refused: by policy at_decode, or since no decode instance is alive."""
-        admitted.gone(choice)
+        promised = admitted.aside(choice)
+        assert promised is not None, "it has a place from its admission on"
+        self._poke()  # there is more room where that was, or one more waits
         if not self._waiting or admitted.wanted.promised or admitted.handed_over:
             instance = self._offer(admitted, choice)
             if instance is not None:
                 return instance
-        waiting = _Waiting(admitted, choice, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(admitted, choice, asyncio.get_running_loop().create_future(), promised)
+        waiting.enter()
         self._waiting.append(waiting)
-        self._poke()
         try:
             return await waiting.told
         finally:
@@ -67,6 +76,8 @@ class Computed:
     def walk(self) -> None:
         """Hand over those that fit by now, in order. Behind one that does not only those that are hurried move."""
         blocked = False
+        for waiting in self._waiting:
+            waiting.admitted.aside(waiting.choice)  # who stands behind is in nobody's way
         for waiting in list(self._waiting):
             if waiting.told.done():
                 continue  # its client has left in this turn of the loop, and takes it out
@@ -82,6 +93,8 @@ class Computed:
                     continue
                 waiting.told.set_result(instance)
             self._waiting.remove(waiting)
+        for waiting in self._waiting:
+            waiting.enter()
 
     def _offer(self, admitted: Admitted, choice: int) -> Instance | None:
         """Give the choice a decode instance, and enter it there; None if it must wait. Raises Refused."""
