@@ -41,7 +41,8 @@ TICK_S = 0.25
 """So often they are looked at although nothing seems to have happened: predictions change with time."""
 
 MISSES_MAX = 16
-"""A walk ends when so many did not fit, each shorter than the one before: those behind them hardly will."""
+"""Of those that bar, and of those that do not, no more are tried in a walk when so many did not fit: those behind
+them, which are longer or ask for more, hardly will."""
 
 SHOW_EVERY_S = 1.0
 """How old the loads that metrics show may be."""
@@ -97,7 +98,7 @@ class Admission:
             age_s=config.batch_age_s,
         )
         self._waiting: dict[RequestId, _Waiting] = {}
-        self._computed = Computed(view, self.gate, self.estimates, self.lengths, self.poke)
+        self._computed = Computed(view, self.gate, self.estimates, self.lengths, self.poke, self._bars)
         self._changed = asyncio.Event()
         self._limits = Limits(config.ttft_limit_s or math.inf, config.tbt_limit_s or math.inf)
         self._shown_at = -math.inf
@@ -217,8 +218,11 @@ class Admission:
         ends_at = min(arrived_at + limits.ttft_s, wanted.ends_at)
         prefill_s = self.estimates.prefill_s(plan.prefill.kind, tokens, 0)
         due = ends_at + min(prefill_s, BEHIND_SHARE * limits.ttft_s)
-        bars = limits.tbt_s >= self._limits.tbt_s
-        return Held(wanted.request, wanted.priority, tokens, arrived_at, due, ends_at, bars)
+        return Held(wanted.request, wanted.priority, tokens, arrived_at, due, ends_at, self._bars(limits))
+
+    def _bars(self, limits: Limits) -> bool:
+        """Whether one that does not fit may make others wait: not if it asks for more than they are given."""
+        return limits.tbt_s >= self._limits.tbt_s
 
     def _present(self) -> set[Priority]:
         """Classes of which somebody is held, on the way to decode, or there."""
@@ -254,14 +258,14 @@ class Admission:
     def _walk_held(self) -> None:
         """Admit those that fit by now. Where one does not fit, none does that asks for as much: they are passed
         over."""
-        now, misses = _now(), 0
+        now, misses = _now(), {True: 0, False: 0}
         self._end_overdue(now)
         shortest: dict[tuple[Priority, float, int], int] = {}
         for held in self._line.candidates(now):
             waiting = self._waiting[held.key]
             wanted = waiting.wanted
             alike = wanted.priority, wanted.limits.tbt_s, len(wanted.choices)
-            if held.tokens >= shortest.get(alike, sys.maxsize):
+            if misses[held.bars] >= MISSES_MAX or held.tokens >= shortest.get(alike, sys.maxsize):
                 continue
             try:
                 plan = self._place(wanted, waiting.found, now)
@@ -274,9 +278,7 @@ class Admission:
                 self._waiting.pop(held.key).told.set_result(admitted)
                 continue
             shortest[alike] = held.tokens
-            misses += 1
-            if misses >= MISSES_MAX:
-                return
+            misses[held.bars] += 1
 
     def _end_overdue(self, now: float) -> None:
         """Refuse those whose limit is out of reach, wherever they stand."""

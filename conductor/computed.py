@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from conductor.admit import SOON_S, Candidate, Gate, Verdict
 from conductor.admitted import Admitted
-from conductor.ask import Refusal, Refused
+from conductor.ask import Limits, Refusal, Refused
 from conductor.estimate import Estimates
 from conductor.lengths import Lengths
 from conductor.place import RETRY_NOBODY_S
@@ -41,13 +41,21 @@ class Computed:
     """The line after the prefill. `walk` must be called now and then; `poke` asks for that."""
 
     def __init__(
-        self, view: View, gate: Gate, estimates: Estimates, lengths: Lengths, poke: Callable[[], None]
+        self,
+        view: View,
+        gate: Gate,
+        estimates: Estimates,
+        lengths: Lengths,
+        poke: Callable[[], None],
+        bars: Callable[[Limits], bool],
     ) -> None:
+        """`bars` says whether one with these limits may make others wait: as in the line before the prefill."""
         self._view = view
         self._gate = gate
         self._estimates = estimates
         self._lengths = lengths
         self._poke = poke
+        self._bars = bars
         self._waiting: list[_Waiting] = []
 
     def __len__(self) -> int:
@@ -74,7 +82,8 @@ class Computed:
                 self._waiting.remove(waiting)
 
     def walk(self) -> None:
-        """Hand over those that fit by now, in order. Behind one that does not only those that are hurried move."""
+        """Hand over those that fit by now, in order. Behind one that does not, and bars, only those move that are
+        hurried."""
         blocked = False
         for waiting in self._waiting:
             waiting.admitted.aside(waiting.choice)  # who stands behind is in nobody's way
@@ -89,7 +98,7 @@ class Computed:
                 waiting.told.set_exception(refused)
             else:
                 if instance is None:
-                    blocked = True
+                    blocked = blocked or self._bars(waiting.admitted.wanted.limits)
                     continue
                 waiting.told.set_result(instance)
             self._waiting.remove(waiting)

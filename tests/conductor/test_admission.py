@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from conductor.admission import FULL_RETRY_S, Admission
+from conductor.admission import FULL_RETRY_S, MISSES_MAX, Admission
 from conductor.admit import RETRY_GRID_S, SOON_S, Candidate, Judgement, Verdict
 from conductor.admitted import Admitted, Told, Wanted
 from conductor.ask import NO_LIMITS, Limits, Priority, Refused
@@ -142,6 +142,23 @@ async def test_one_with_an_easier_limit_is_tried_behind_an_equal_one_that_does_n
         assert not strict.done()
         admission.drain()
         assert await strict == "draining"
+
+
+async def test_however_many_strict_limits_are_out_of_reach_the_others_are_tried(monkeypatch: pytest.MonkeyPatch):
+    admission = an_admission(a_pool(), tbt_limit_s=0.5)
+    table = judging(admission, monkeypatch)
+    async with running(admission), asyncio.timeout(5.0):
+        strict = [
+            asyncio.create_task(_outcome(admission, asked(f"s{n}", tbt_s=0.01 + 0.001 * n)))
+            for n in range(MISSES_MAX + 1)
+        ]
+        usual = asyncio.create_task(_outcome(admission, asked("usual", tbt_s=0.5)))
+        await asyncio.sleep(0.05)
+        table["interactive_0.5"] = Verdict.ADMIT
+        assert await usual == "admitted"
+        assert not any(one.done() for one in strict)
+        admission.drain()
+        await asyncio.gather(*strict)
 
 
 async def test_computed_prompts_go_on_in_the_order_in_which_they_were_computed(monkeypatch: pytest.MonkeyPatch):
