@@ -185,7 +185,7 @@ class Outlook:
         capacity = instance.load.blocks_total * self.block_tokens
         return Forecast(
             instance=instance,
-            step_s=line.at(rows, tokens) + _rest_s(instance, start) + self.z * math.sqrt(variance),
+            step_s=line.at(rows, tokens) + self._rest_s(instance, start) + self.z * math.sqrt(variance),
             batch=rows,
             memory_share=memory / capacity if capacity else 0.0,
             promised_s=promised_s,
@@ -222,6 +222,12 @@ class Outlook:
             if stream.tbt_s < promised_s and share > PROMISED:
                 promised_s = stream.tbt_s
         return rows, tokens, variance, tokens_variance, promised_s
+
+    def _rest_s(self, instance: Instance, at: float) -> float:
+        """What a step takes longer for a prompt of which this instance computes a part until then or later; one
+        that is late is taken to be done in a moment."""
+        due = [one for one in instance.streams.values() if one.rest_s and not one.said]
+        return sum([one.rest_s for one in due if max(one.due_at, self.now) >= at])
 
     def rank(self, instances: Iterable[Instance], estimates: Estimates) -> "Ranking":
         """The best CANDIDATES_MAX instances: those whose memory fits first, of these the shortest step, then by
@@ -301,12 +307,6 @@ def _worse(one: Forecast, other: Forecast) -> Forecast:
         promised_s=min(one.promised_s, other.promised_s),
         alone=one.alone and other.alone,
     )
-
-
-def _rest_s(instance: Instance, at: float) -> float:
-    """What a step takes longer for a prompt of which this instance computes a part until then or later."""
-    streams = instance.streams.values()
-    return sum([one.rest_s for one in streams if one.rest_s and not one.said and one.due_at >= at])
 
 
 def _pace(instance: Instance, line: StepLine) -> float:

@@ -410,3 +410,12 @@ def test_a_step_is_longer_while_part_of_a_prompt_is_computed_beside_it():
     assert forecast(rest).step_s == pytest.approx(plain.step_s), "it will be over by then"
     rest.due_at, rest.said = NOW + 2, 1
     assert forecast(rest).step_s < plain.step_s + 0.1, "its first token is there"
+
+
+def test_a_rest_that_is_late_is_under_way_still():
+    late = running(since=1.0, said=0)
+    late.due_at = NOW - 0.5
+    plain = forecast(late, at=NOW)
+    late.rest_s = 0.5
+    assert forecast(late, at=NOW).step_s == pytest.approx(plain.step_s + 0.5)
+    assert forecast(late, at=NOW + 0.1).step_s == forecast(replace(late, rest_s=0.0), at=NOW + 0.1).step_s
