@@ -173,21 +173,22 @@ class Admission:
         """Admit, and enter it in the ledger; None if it must be held. Raises Refused.
 
         `now` is when the line was asked whether it may be judged: the line may be another a moment later."""
-        waits = held.key in self._line
+        waits, yields = held.key in self._line, self._line.yields(held, now)
         candidate = Candidate(
             wanted.prompt.tokens,
             wanted.priority,
             wanted.limits,
             wanted.arrived_at,
-            plan.queue_s,
-            plan.work_s,
-            plan.prefill.kind,
-            len(wanted.choices),
-            waits,
-            wanted.prompt.avoid,
-            self._line.yields(held, now),
-            len(self._line) - waits,
-            self._line.tokens - waits * held.tokens,
+            queue_s=plan.queue_s,
+            compute_s=plan.work_s,
+            kind=plan.prefill.kind,
+            choices=len(wanted.choices),
+            held=waits,
+            avoid=wanted.prompt.avoid,
+            yields=yields,
+            aged=wanted.priority is Priority.BATCH and not yields,
+            waiting=len(self._line) - waits,
+            waiting_tokens=self._line.tokens - waits * held.tokens,
         )
         if self.gate.closed:
             self.gate.reopen(self._present())

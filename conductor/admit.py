@@ -72,6 +72,9 @@ class Candidate:
     """Lives of instances that have failed it."""
     yields: bool = False
     """Whether interactive requests shall not stand behind it: batch, but for what has waited long."""
+    aged: bool = False
+    """Whether it is batch that has waited so long that it counts as interactive: now that the others stand behind
+    it, room that is kept for them would only keep them waiting."""
     waiting: int = 0
     """Requests that are held besides it."""
     waiting_tokens: int = 0
@@ -278,7 +281,7 @@ class Gate:
         rules, limit_s = self.rules, candidate.limits.tbt_s
         if forecast.alone:
             return limit_s * (1.0 + rules.margin), math.inf
-        batch = candidate.priority is Priority.BATCH
+        batch = candidate.priority is Priority.BATCH and not candidate.aged
         share = rules.batch_share if batch else 1.0
         closed = Priority.INTERACTIVE in self._closed or (batch and Priority.BATCH in self._closed)
         slack = rules.margin - (rules.hysteresis if closed else 0.0)

@@ -92,7 +92,7 @@ class ConductorConfig(ModelSettings):
 
     batch_share: float = 0.8
     """Batch requests are admitted up to this share of the limits of a pool, which leaves the rest to interactive
-    ones."""
+    ones; those that count as interactive by now up to the whole."""
 
     held_max: int = 1024
     """Most requests held before their prefill; further ones are refused."""

@@ -30,7 +30,8 @@ class Rules:
     residence_s: float = 0.0
     """The report's t_d for `predictive`; 0 takes the running mean."""
     batch_share: float = 0.8
-    """Batch requests may fill this share of decode's limits; the rest is kept for interactive ones."""
+    """Batch requests that have not aged may fill this share of decode's limits; the rest is kept for interactive
+    ones."""
     size_blind: bool = False
     """Whether each prompt is judged as if it were of mean size: a control, since a test of what fits refuses
     the long ones first."""

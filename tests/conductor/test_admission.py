@@ -269,3 +269,22 @@ async def test_who_finds_the_line_full_is_told_how_long_those_who_stand_there_ta
             assert (refused.value.refusal.reason, refused.value.refusal.retry_after_s) == ("queue_full", retry_s)
         admission.drain()
         await asyncio.gather(*held)
+
+
+async def test_batch_that_stands_before_interactive_requests_is_judged_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Else all of them would wait until the share that is kept for them is empty."""
+    admission = an_admission(view := a_pool(), batch_age_s=0.2)
+    (decode,) = view.of(Pool.DECODE)
+    monkeypatch.setattr(
+        admission.gate,
+        "judge",
+        lambda candidate, *_: Judgement(
+            Verdict.ADMIT if candidate.aged else Verdict.HOLD, decode, candidate.limits, 0.0
+        ),
+    )
+    async with running(admission), asyncio.timeout(5.0):
+        interactive = asyncio.create_task(_outcome(admission, asked("i", ttft_s=0.5)))
+        assert await _outcome(admission, asked("b", priority=Priority.BATCH, tbt_s=0.01)) == "admitted"
+        assert await interactive == "tbt", "that one never ages"

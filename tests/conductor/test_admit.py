@@ -233,6 +233,7 @@ def test_batch_may_fill_its_share_only():
     assert judged(a_gate(), view, **AT_ONCE).verdict is ADMIT, "17 of them: 44 ms"
     assert judged(a_gate(), view, priority=BATCH, **AT_ONCE).verdict is HOLD
     assert judged(a_gate(batch_share=0.9), view, priority=BATCH, **AT_ONCE).verdict is ADMIT
+    assert judged(a_gate(), view, priority=BATCH, aged=True, **AT_ONCE).verdict is ADMIT, "none stand before it"
     pages = 4800 // view.manifest.layout.block_tokens
     large = {"tokens": 3000, "limits": NO_LIMITS, **AT_ONCE}  # and 200 that it will say, and 1000 of the other
     assert judged(a_gate(), busy(1, said=0, blocks=pages), **large).verdict is ADMIT
