@@ -190,7 +190,7 @@ class Gate:
         ranked = self._ranked(scene)
         if rules.policy in (NONE, AT_DECODE):
             return _admit(scene, next(iter(ranked), None))
-        if rules.hold and candidate.yields and (candidate.queue_s or 0.0) > NEAR_S:
+        if self._waits_for_prefill(candidate):
             text = f"Its turn would come in {candidate.queue_s:.3g} s: it waits where others can go before it."
             return Judgement(Verdict.HOLD, None, candidate.limits, scene.ttft_s, reason="ttft", text=text)
         return self._decide(scene, self._tested(scene, ranked), hold=rules.hold)
@@ -251,6 +251,10 @@ class Gate:
         """Tokens of its prompt, as the test sees them."""
         blind = self.rules.size_blind and self._prompt.samples
         return self._prompt.value if blind else candidate.tokens
+
+    def _waits_for_prefill(self, candidate: Candidate) -> bool:
+        """Whether it lets others go before it until its turn in prefill is near."""
+        return self.rules.hold and candidate.yields and (candidate.queue_s or 0.0) > NEAR_S
 
     def _late(self, scene: _Scene) -> bool:
         """Whether the TTFT limit is out of reach. Waiting does not mend it: no queue outruns the clock."""
@@ -333,7 +337,8 @@ class Gate:
 
     def _refuse_late(self, scene: _Scene) -> Judgement:
         candidate, limit_s = scene.candidate, scene.candidate.limits.ttft_s
-        best = next(iter(self._ranked(scene)), None) if candidate.held else None
+        decode = candidate.held and not self._waits_for_prefill(candidate)
+        best = next(iter(self._ranked(scene)), None) if decode else None
         if best is not None:
             text = f"After {scene.waited_s:.3g} s there was no room in decode, and {limit_s:.3g} s are allowed."
             retry_s = self._retry_s(scene, best.instance)

@@ -284,6 +284,10 @@ def test_who_was_held_until_its_time_ran_out_is_refused_for_what_it_waited_for()
     assert judgement.tbt_s is not None
     assert judgement.retry_after_s > 0
     assert "no room" in judgement.text
+    queued = {"priority": BATCH, "yields": True, "queue_s": 2 * NEAR_S}
+    assert judged(a_gate(), view, arrived_at=NOW - 9, held=True, **queued).reason == "ttft", (
+        "for its turn in prefill"
+    )
     view.leave(the(view, "decode-0").name, the(view, "decode-0").incarnation)
     assert judged(a_gate(), view, arrived_at=NOW - 9, held=True).reason == "ttft"
 
