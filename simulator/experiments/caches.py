@@ -99,6 +99,7 @@ def _setup(args: argparse.Namespace, trace: str, speed: float, placement: str) -
         decode=1,
         segment_tokens=args.segment_tokens,
         placement=placement,
+        rests_on_decode=False,
         admission="none",
         reserve=False,
         hold=False,

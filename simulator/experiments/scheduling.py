@@ -1,6 +1,7 @@
 """Which placement gives the first token soonest? The four of them at several speeds (Figure 5 of FAST 2025).
 
-Nothing is refused, so that all serve the same requests: what is too slow for a speed shows in its queues.
+Nothing is refused, so that all serve the same requests: what is too slow for a speed shows in its queues. Every
+prompt goes through prefill, as in the paper.
 """
 
 import argparse
@@ -62,6 +63,7 @@ def run(args: argparse.Namespace, tell: Tell) -> dict[str, Any]:
             prefill=args.prefill,
             decode=args.decode,
             placement=placement,
+            rests_on_decode=False,
             admission="none",
             reserve=False,
             hold=False,
