@@ -390,7 +390,7 @@ class Dispatcher:
 def _refused(refusal: Refusal, choices: list[Choice]) -> Refused | Failed:
     """Before the first token a refusal is an answer; after it, the request has failed."""
     if any(choice.output for choice in choices):
-        return Failed(f"An instance was lost, and there was no other to go on: {refusal.text}")
+        return Failed(f"The answer could not go on: {refusal.text}")
     return Refused(refusal)
 
 

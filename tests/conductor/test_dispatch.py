@@ -13,6 +13,7 @@ from conductor.ask import Failed, Refused
 from conductor.config import ConductorConfig
 from conductor.view import Stream
 from decode_pool.api import Tokens
+from decode_pool.config import DecodeConfig
 from engine.api import EndReason, Sampling
 from kvcache_pool.api import Directory
 from kvcache_pool.transfer.mover import Reach
@@ -372,3 +373,10 @@ async def test_no_connection_is_made_to_an_instance_that_was_given_up_meanwhile(
         cluster.view.give_up(instance)
         with pytest.raises(PeerLost, match="given up"):
             cluster.dispatcher._peer(instance)
+
+
+async def test_an_answer_that_decode_has_no_place_for_is_not_told_that_an_instance_was_lost():
+    async with a_cluster() as cluster:
+        with pytest.raises(Failed, match="could not go on: the decode queue is full"):
+            await cluster.serve(an_ask(PROMPT, choices=DecodeConfig.queue_max + 1))
+        await cluster.at_rest()
