@@ -269,7 +269,7 @@ class Gate:
             runs = any(stream.joined_at is not None for stream in forecast.instance.streams.values())
             return not (self.rules.hold and runs and scene.waited_s < LEARN_S)
         bound_s, share = self._bound(scene.candidate, forecast)
-        return forecast.step_s <= bound_s and forecast.memory_share <= share
+        return forecast.step_s <= bound_s and forecast.room_share <= share
 
     def _has_room(self, scene: _Scene, forecast: Forecast) -> bool:
         """Whether a decode instance keeps the limits with one that was promised room, of whatever class."""
@@ -343,9 +343,7 @@ class Gate:
             text = f"After {scene.waited_s:.3g} s there was no room in decode, and {limit_s:.3g} s are allowed."
             retry_s = self._retry_s(scene, best.instance)
             return _refuse(scene, best, "tbt", text, retry_s)
-        text = (
-            f"The first token would come {scene.ttft_s:.3g} s after the request, and {limit_s:.3g} s are allowed."
-        )
+        text = "The answer would begin too late."
         excess_s = candidate.prefill_s - limit_s  # of a newcomer, which has waited for nothing yet
         never = (candidate.compute_s or 0.0) > limit_s
         retry_s = RETRY_GRID_S[-1] if never else self._behind(scene, max(excess_s, RETRY_GRID_S[0]))
@@ -355,9 +353,11 @@ class Gate:
         """Decode has no room. `best` is the instance that comes nearest."""
         bound_s, share = self._bound(scene.candidate, best)
         if best.step_s > bound_s:
-            text = f"The time between tokens would be {best.step_s:.3g} s, and {bound_s:.3g} s are allowed."
+            text = (
+                f"Decode is too slow for one more: beside the others {bound_s:.3g} s between tokens are allowed."
+            )
         else:
-            text = f"Decode would need {best.memory_share:.0%} of its memory, and {share:.0%} are allowed."
+            text = f"Decode would need {best.room_share:.0%} of its memory or batch, and {share:.0%} are allowed."
         if not hold:
             return _refuse(scene, best, "tbt", text, self._retry_s(scene, best.instance))
         limits, ttft_s = scene.candidate.limits, scene.ttft_s

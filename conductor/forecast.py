@@ -107,8 +107,9 @@ class Forecast:
     """What a step takes, at the longest."""
     batch: float
     """Sequences expected, at the most."""
-    memory_share: float
-    """Of its pages, so much is needed at the most; 0 while it has not said how many it has."""
+    room_share: float
+    """Of its pages, or of the rows of its batch if these are scarcer, so much is needed at the most; 0 while it
+    has not said how many it has."""
     promised_s: float
     """The strictest time between tokens that was promised to others there; infinite if none was."""
     alone: bool
@@ -116,8 +117,8 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Whether its memory is enough."""
-        return self.memory_share <= 1.0
+        """Whether its memory and its batch are large enough."""
+        return self.room_share <= 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +183,13 @@ class Outlook:
         tokens_variance += doubt * own * own
         memory = tokens + share * self.choices * self.growth + self.z * math.sqrt(tokens_variance)
         memory += PAGES_EACH * rows * self.block_tokens
-        capacity = instance.load.blocks_total * self.block_tokens
+        load = instance.load
+        shares = ((memory, load.blocks_total * self.block_tokens), (rows, load.rows_max))
         return Forecast(
             instance=instance,
             step_s=line.at(rows, tokens) + self._rest_s(instance, start) + self.z * math.sqrt(variance),
             batch=rows,
-            memory_share=memory / capacity if capacity else 0.0,
+            room_share=max([needed / there for needed, there in shares if there], default=0.0),
             promised_s=promised_s,
             alone=alone,
         )
@@ -230,7 +232,7 @@ class Outlook:
         return sum([one.rest_s for one in due if max(one.due_at, self.now) >= at])
 
     def rank(self, instances: Iterable[Instance], estimates: Estimates) -> "Ranking":
-        """The best CANDIDATES_MAX instances: those whose memory fits first, of these the shortest step, then by
+        """The best CANDIDATES_MAX instances: those with room first, of these the shortest step, then by
         name. More instances than that are looked at roughly first: as if everybody stayed, and nobody grew."""
         lines: dict[str, StepLine] = {}
         rough = []
@@ -303,7 +305,7 @@ def _worse(one: Forecast, other: Forecast) -> Forecast:
         instance=one.instance,
         step_s=max(one.step_s, other.step_s),
         batch=max(one.batch, other.batch),
-        memory_share=max(one.memory_share, other.memory_share),
+        room_share=max(one.room_share, other.room_share),
         promised_s=min(one.promised_s, other.promised_s),
         alone=one.alone and other.alone,
     )

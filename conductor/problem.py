@@ -106,7 +106,7 @@ def _numbers(refusal: Refusal, retry_s: float) -> dict[str, Any]:
         "retry_after_s": retry_s,
     }
     known = {name: value for name, value in seconds.items() if value is not None and math.isfinite(value)}
-    return {"reason": refusal.reason} | {name: round(value, 3) for name, value in known.items()}
+    return {"reason": refusal.reason} | {name: float(f"{value:.4g}") for name, value in known.items()}
 
 
 def failed(failure: Failed) -> Problem:

@@ -71,6 +71,7 @@ class DecodeService:
             self._pages, self._step_tokens, config.batch_max, config.queue_max, config.chunk_tokens
         )
         self._streams: dict[Key, Stream] = {}
+        self._rows_max = config.batch_max
         self._steps_max = config.steps_max
         self._stream_interval = config.stream_interval
         self._writes_back = config.write_back
@@ -128,6 +129,7 @@ class DecodeService:
             running=self._schedule.running,
             waiting=self._schedule.waiting + self._schedule.loading,
             context_tokens=self._schedule.context_tokens,
+            rows_max=self._rows_max,
             blocks_total=self._pages.total,
             blocks_free=self._pages.free,
             blocks_pending=self._schedule.pages_loading,

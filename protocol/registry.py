@@ -90,6 +90,8 @@ class Load(Message):
     """Tokens that those requests (and the rest of the running prefills) still have to compute."""
     context_tokens: int = 0
     """Tokens whose KV the next decode step reads."""
+    rows_max: int = 0
+    """Most sequences of a decode step; who comes beyond waits for a place."""
     blocks_total: int = 0
     blocks_free: int = 0
     blocks_leased: int = 0

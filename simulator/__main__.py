@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from simulator.cost import BadCostModel
 from simulator.experiments import caches, faults, hit_rates, oscillation, refusals, rivals, run, scheduling, truth
 from simulator.parallel import Tell
-from simulator.plot import NoMatplotlib
+from simulator.plot import NoMatplotlib, require_matplotlib
 from simulator.setup import BadSetup
 from simulator.workload import BadTrace
 
@@ -83,6 +83,8 @@ def main(argv: Sequence[str] | None = None, experiments: Mapping[str, Experiment
     args = parser.parse_args(words)
     experiment = experiments[args.name]
     try:
+        if args.plot is not None:
+            require_matplotlib()  # before a run of minutes, not after it
         report = experiment.run(args, _tell)
         if args.json != "-":
             print(experiment.table(report), flush=True)

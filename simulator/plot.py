@@ -36,6 +36,16 @@ class NoMatplotlib(Exception):
     """The optional extra is not installed; the text says how to get it."""
 
 
+def require_matplotlib() -> None:
+    """Raises NoMatplotlib."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise NoMatplotlib(
+            "plots need matplotlib: `make sim` installs it, or pip install 'dango-serve[sim]'"
+        ) from error
+
+
 def draw_runs(reports: Mapping[str, Report], folder: Path) -> list[Path]:
     """Everything that there is to see of some runs: one picture a subject, all runs in each."""
     pictures = [
@@ -191,10 +201,9 @@ def draw_panels(
 
 def _figure(panels: float, title: str) -> "Figure":
     """A figure of its own, without matplotlib's global state. Raises NoMatplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise NoMatplotlib("plots need matplotlib: pip install 'dango-serve[sim]'") from error
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(WIDTH, ROW * panels + 0.8), dpi=DPI, layout="constrained")
     figure.suptitle(title, fontsize=12)
     return figure

@@ -85,8 +85,7 @@ def test_a_late_first_token_is_refused_with_the_prediction_and_its_limit():
     refusal = judgement.refusal(429)
     assert (refusal.reason, refusal.status, refusal.ttft_s, refusal.tbt_s) == ("ttft", 429, 12.0, None)
     assert refusal.limits == LIMITS
-    assert "12 s" in refusal.text
-    assert "10 s" in refusal.text
+    assert "too late" in refusal.text, "the edge adds both numbers"
     assert refusal.retry_after_s == 1.0, "by then the queue of 10 s will be one of 9"
 
 

@@ -148,7 +148,7 @@ def test_an_empty_instance_is_predicted_with_the_candidate_alone():
     alone = forecast()
     assert alone.alone
     assert alone.step_s == pytest.approx(0.010 + 0.001 + 1e-6 * 1000)
-    assert (alone.batch, alone.memory_share) == (1, 0)
+    assert (alone.batch, alone.room_share) == (1, 0)
     assert alone.fits
     assert forecast(choices=3).step_s == pytest.approx(0.010 + 3 * (0.001 + 1e-6 * 1000))
 
@@ -168,6 +168,22 @@ def test_doubt_costs_z_standard_deviations():
     row = 0.001 + 1e-6 * 2150
     doubt_s = forecast(*[stream] * 4, z=2.0).step_s - forecast(*[stream] * 4).step_s
     assert doubt_s == pytest.approx(2 * math.sqrt(4 * share * (1 - share)) * row)
+
+
+def test_the_rows_of_a_batch_are_room_too():
+    """Who comes beyond would wait for a place with its first token out."""
+
+    def of(rows_max: int, blocks: int = 0) -> Forecast:
+        view = a_pool()
+        instance = enter(view, "decode-0", running(said=0), running(said=0))
+        load = Load(step_s=STEP_S, blocks_total=blocks, rows_max=rows_max)
+        assert view.report(instance.name, instance.incarnation, load, NOW)
+        return an_outlook(at=NOW).of(instance, LINE)
+
+    assert of(0).room_share == 0.0
+    assert (of(4).room_share, of(4).fits) == (3 / 4, True)
+    assert (of(2).room_share, of(2).fits) == (3 / 2, False)
+    assert of(4, blocks=10).room_share > 1.0, "the scarcer of both"
 
 
 def test_with_a_reserve_the_worst_of_the_moments_counts_at_which_others_are_due():
@@ -198,13 +214,13 @@ def test_with_a_reserve_who_is_due_within_a_span_is_there_from_its_start_on():
 
 def test_memory_counts_what_the_candidate_will_say_and_pages_that_are_not_full():
     alone, both = 1200 + PAGES_EACH * PAGE, 2200 + 2 * PAGES_EACH * PAGE
-    assert forecast(blocks=80).memory_share == pytest.approx(alone / (80 * PAGE))
+    assert forecast(blocks=80).room_share == pytest.approx(alone / (80 * PAGE))
     assert forecast(blocks=math.ceil(alone / PAGE)).fits
     assert not forecast(blocks=math.ceil(alone / PAGE) - 1).fits
     full = forecast(running(1000, said=0), blocks=150, at=NOW)
-    assert full.memory_share == pytest.approx(both / (150 * PAGE))
+    assert full.room_share == pytest.approx(both / (150 * PAGE))
     doubted = forecast(running(1000, said=0), blocks=150, z=2.0)
-    assert doubted.memory_share > forecast(running(1000, said=0), blocks=150).memory_share
+    assert doubted.room_share > forecast(running(1000, said=0), blocks=150).room_share
 
 
 def test_the_strictest_promise_to_a_likely_stream_is_told():
@@ -347,7 +363,7 @@ def outlooks(draw: st.DrawFn) -> Outlook:
 def never_better(after: Forecast, before: Forecast) -> None:
     room = 1 + 1e-9
     assert after.step_s * room >= before.step_s
-    assert after.memory_share * room >= before.memory_share
+    assert after.room_share * room >= before.room_share
     assert after.batch * room >= before.batch
     assert after.promised_s <= before.promised_s
     assert before.alone or not after.alone

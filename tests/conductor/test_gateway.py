@@ -269,7 +269,7 @@ async def test_the_openai_client_sees_a_rate_limit_with_the_prediction(tokenizer
     assert caught.value.body["dango"] == {
         "reason": "ttft",
         "predicted_ttft_s": 41.24,
-        "predicted_tbt_s": 0.031,
+        "predicted_tbt_s": 0.0312,
         "ttft_limit_s": 30.0,
         "tbt_limit_s": 0.5,
         "retry_after_s": 7.0,

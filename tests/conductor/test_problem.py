@@ -66,7 +66,7 @@ def test_numbers_are_told_as_far_as_they_are_known() -> None:
     assert told(Refusal("no_decode", "none", 0.5)) == {"reason": "no_decode", "retry_after_s": 0.5}
     assert told(Refusal("tbt", "Later.", 2.0, 429, math.inf, 0.71239, Limits(math.inf, 0.5))) == {
         "reason": "tbt",
-        "predicted_tbt_s": 0.712,
+        "predicted_tbt_s": 0.7124,
         "tbt_limit_s": 0.5,
         "retry_after_s": 2.0,
     }

@@ -97,6 +97,7 @@ async def a_bench(engine: FakeEngine | None = None, **config: int) -> AsyncItera
     await asyncio.gather(steps, return_exceptions=True)
     bench.service.check()
     load = bench.service.load()
+    assert load.rows_max > 0
     assert (load.blocks_free, load.running, load.waiting) == (bench.engine.pages, 0, 0)
 
 

@@ -1,0 +1,31 @@
+"""A decode instance whose batch has few rows: who comes beyond would wait for a place with its first token out."""
+
+from dataclasses import replace
+
+from simulator.drive import Driver, Run
+from simulator.loop import run_virtual
+from simulator.plan import plan_of
+from simulator.setup import Setup
+from simulator.world import World
+
+ROWS = 8
+
+
+def test_nobody_is_let_in_for_whom_there_is_no_row() -> None:
+    setup = Setup(limit=300, decode=1)
+    arrivals = setup.arrivals()
+    plan = plan_of(setup, arrivals)
+    plan = replace(plan, decode=replace(plan.decode, batch_max=ROWS))
+
+    async def main() -> Run:
+        world = World(plan)
+        await world.start()
+        try:
+            return await Driver(world, setup, arrivals).drive()
+        finally:
+            await world.close()
+
+    run = run_virtual(main())
+    refused = [one for one in run.outcomes if one.refused]
+    assert 0 < len(refused) < len(arrivals)
+    assert all(one.tbt_s <= setup.tbt_limit_s for one in run.outcomes if not one.refused)
