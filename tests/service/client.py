@@ -102,9 +102,9 @@ class Client:
             for sample in family.samples
         }
 
-    def at_rest(self) -> dict[str, float]:
+    def at_rest(self, within_s: float = REST_S) -> dict[str, float]:
         """The metrics, once nothing is under way and no block is held, and that has been so for two reports."""
-        end, since = time.monotonic() + REST_S, time.monotonic()
+        end, since = time.monotonic() + within_s, time.monotonic()
         while True:
             metrics = self.metrics()
             if any(metrics[name] for name in _busy(metrics)):

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvcache_pool.api import LEASE_S
+from kvcache_pool.leases import QUARANTINE_S
 from tests.engine.referee import a_prompt
 from tests.service.client import text_of
 from tests.service.processes import READY_S, Service, until
@@ -15,6 +17,9 @@ from tests.service.processes import READY_S, Service, until
 pytestmark = pytest.mark.cluster
 
 TOKENS = 120
+LEASES_S = LEASE_S + QUARANTINE_S + 10.0
+"""What an instance had reserved for what it computed, and did not come to commit, is free again by then."""
+
 BROKEN_OFF_S = 5.0
 
 
@@ -52,7 +57,7 @@ def test_another_decode_instance_goes_on_with_the_same_text(pair: Service) -> No
     ]
     ready(pair, decode=2)
     assert text_of(pair.client.complete(prompt, TOKENS)) == alone
-    pair.client.at_rest()
+    pair.client.at_rest(LEASES_S)
 
 
 def test_every_decode_instance_dies_and_each_stream_ends_once(pair: Service) -> None:
@@ -71,7 +76,7 @@ def test_every_decode_instance_dies_and_each_stream_ends_once(pair: Service) -> 
     assert time.monotonic() - killed < BROKEN_OFF_S
     ready(pair, decode=2)
     assert pair.client.complete(a_prompt(50, seed=1), 4)["usage"]["completion_tokens"] == 4
-    pair.client.at_rest()
+    pair.client.at_rest(LEASES_S)
 
 
 def error_of(event: Any) -> dict[str, Any]:
@@ -90,7 +95,7 @@ def test_a_killed_prefill_instance_costs_a_pause(pair: Service) -> None:
     text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
     assert text == text_of(pair.client.complete(prompt, 8))
     ready(pair, prefill=2)
-    pair.client.at_rest()
+    pair.client.at_rest(LEASES_S)
 
 
 @pytest.mark.parametrize("instance", ["prefill-0", "decode-1"])
@@ -102,4 +107,4 @@ def test_one_that_is_dead_and_not_yet_given_up_costs_a_pause(pair: Service, inst
         answers = list(threads.map(lambda prompt: text_of(pair.client.complete(prompt, 20)), prompts))
     ready(pair, prefill=2, decode=2)
     assert answers == [text_of(pair.client.complete(prompt, 20)) for prompt in prompts]
-    pair.client.at_rest()
+    pair.client.at_rest(LEASES_S)

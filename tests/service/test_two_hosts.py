@@ -72,7 +72,7 @@ def ip(*words: str) -> None:
 def cluster(tiny: Path, neighbour: Neighbour) -> Iterator[ByHand]:
     near, far = f"tcp://{neighbour.here}:0", f"tcp://{neighbour.there}:0"
     with ByHand(tiny, f"tcp://{neighbour.here}:{claim_port(neighbour.here, 0)}") as cluster:
-        cluster.conductor()
+        cluster.conductor(DANGO_CONDUCTOR_RESTS_ON_DECODE="false")  # each prompt goes through prefill, here
         cluster.compute("prefill", "prefill-0", "--listen", near, "--host", "here")
         cluster.kvcache("--listen", far, "--host", "there", within=neighbour.words())
         cluster.compute("decode", "decode-0", "--listen", far, "--host", "there", within=neighbour.words())
