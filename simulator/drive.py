@@ -18,7 +18,7 @@ from simulator.plan import plan_of
 from simulator.record import Outcome, Series, gap_figures
 from simulator.setup import Setup
 from simulator.workload import Arrival, prompt_ids
-from simulator.world import World
+from simulator.world import Plan, World
 
 DEADLINE_S = 3600.0
 """Of a simulated request: its limits refuse it long before."""
@@ -189,22 +189,23 @@ class Driver:
             await asyncio.sleep(series.every_s)
 
 
+async def served(plan: Plan, setup: Setup, arrivals: Sequence[Arrival]) -> Run:
+    """The requests of a workload, by a world of their own."""
+    world = World(plan)
+    await world.start()
+    try:
+        return await Driver(world, setup, arrivals).drive()
+    finally:
+        await world.close()
+
+
 def simulate(setup: Setup) -> Run:
     """One run, on a virtual loop of its own. Raises BadTrace, BadCostModel or OSError."""
     arrivals = setup.arrivals()
     plan = plan_of(setup, arrivals)
-
-    async def main() -> Run:
-        world = World(plan)
-        await world.start()
-        try:
-            return await Driver(world, setup, arrivals).drive()
-        finally:
-            await world.close()
-
     gc.disable()  # a run has many objects that live long: walking them over and over costs a third of the time
     try:
-        return run_virtual(main())
+        return run_virtual(served(plan, setup, arrivals))
     finally:
         gc.enable()
         gc.collect()

@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 
-from simulator.drive import Driver, Run
+from simulator.drive import served
 from simulator.loop import run_virtual
 from simulator.plan import plan_of
 from simulator.setup import Setup
-from simulator.world import World
 
 ROWS = 8
 
@@ -17,15 +16,7 @@ def test_nobody_is_let_in_for_whom_there_is_no_row() -> None:
     plan = plan_of(setup, arrivals)
     plan = replace(plan, decode=replace(plan.decode, batch_max=ROWS))
 
-    async def main() -> Run:
-        world = World(plan)
-        await world.start()
-        try:
-            return await Driver(world, setup, arrivals).drive()
-        finally:
-            await world.close()
-
-    run = run_virtual(main())
+    run = run_virtual(served(plan, setup, arrivals))
     refused = [one for one in run.outcomes if one.refused]
     assert 0 < len(refused) < len(arrivals)
     assert all(one.tbt_s <= setup.tbt_limit_s for one in run.outcomes if not one.refused)
