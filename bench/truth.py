@@ -227,7 +227,7 @@ def settings_of(setup: Setup) -> dict[str, Any]:
         "margin",
         "hysteresis",
     )
-    same = (*judged, "overtaken_max", "rests_on_decode", "rest_steps_max", "report_s")
+    same = (*judged, "overtaken_max", "rescue_share", "rests_on_decode", "rest_steps_max", "report_s")
     return {
         **{name: getattr(conductor, name) for name in same},
         "z": conductor.reserve_z,

@@ -58,6 +58,10 @@ BEHIND_SHARE = 0.25
 """A long prompt stands behind later ones that are shorter, but not farther than this share of its limit: its own
 prefill leaves it little time to wait, and without a bound the longest are hardly ever served under overload."""
 
+RESCUE_S = 2.0
+"""A prompt's last moment to begin comes so long before its predicted prefill would end too late: time for some
+tries, and for the queue to be a little longer than predicted."""
+
 NOTHING = Found(0, {})
 """A prompt of which nothing is cached, or nobody can say so."""
 
@@ -96,6 +100,7 @@ class Admission:
             tokens_max=config.held_tokens_max,
             overtaken_max=config.overtaken_max,
             age_s=config.batch_age_s,
+            rescue_share=config.rescue_share,
         )
         self._waiting: dict[RequestId, _Waiting] = {}
         self._computed = Computed(view, self.gate, self.estimates, self.lengths, self.poke, self._bars)
@@ -218,8 +223,18 @@ class Admission:
         limits, arrived_at, tokens = wanted.limits, wanted.arrived_at, wanted.prompt.tokens
         ends_at = min(arrived_at + limits.ttft_s, wanted.ends_at)
         prefill_s = self.estimates.prefill_s(plan.prefill.kind, tokens, 0)
-        due = ends_at + min(prefill_s, BEHIND_SHARE * limits.ttft_s)
-        return Held(wanted.request, wanted.priority, tokens, arrived_at, due, ends_at, self._bars(limits))
+        behind_s = min(prefill_s, BEHIND_SHARE * limits.ttft_s)
+        last_call = ends_at - plan.queue_s - plan.work_s - RESCUE_S
+        return Held(
+            key=wanted.request,
+            priority=wanted.priority,
+            tokens=tokens,
+            arrived_at=arrived_at,
+            due=ends_at + behind_s,
+            deadline=ends_at,
+            bars=self._bars(limits),
+            rescue_at=last_call if behind_s < prefill_s else math.inf,
+        )
 
     def _bars(self, limits: Limits) -> bool:
         """Whether one that does not fit may make others wait: not if it asks for more than they are given."""
@@ -308,9 +323,9 @@ class Admission:
         return await self._computed.hand_over(admitted, choice)
 
     def joined(self, admitted: Admitted, choice: int) -> float:
-        """Its KV has arrived, and it decodes from now on. Returns what a step there is predicted to take now."""
+        """Its KV has arrived: it decodes from now on. Returns what the next step there is predicted to take."""
         instance = admitted.joined(choice)
-        return self.estimates.step(instance.kind).at(*instance.batch)
+        return self.estimates.step(instance.kind).at(*instance.batch) + instance.rest_s
 
     def ended(self, admitted: Admitted, choice: int, tokens: int) -> None:
         """An answer is complete, with so many tokens: what is known of lengths grows by one."""

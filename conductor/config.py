@@ -104,6 +104,10 @@ class ConductorConfig(ModelSettings):
     """So many requests behind a held one may pass it while it does not fit; then all behind it wait. With more,
     long prompts are refused less often, and more are refused in all."""
 
+    rescue_share: float = 0.05
+    """Under overload long prompts, whose own prefill takes much of their limit, would hardly have their turn in
+    time. So much of all admitted tokens goes to those of them whose last moment to begin has come; 0 to none."""
+
     batch_age_s: float = 60.0
     """A held batch request counts as interactive after so many seconds, so that it is served in the end."""
 
@@ -120,5 +124,7 @@ class ConductorConfig(ModelSettings):
             raise ValueError(f"refusal_status must be 429 or 503, not {self.refusal_status}")
         if not 0 <= self.hysteresis < 1:
             raise ValueError(f"hysteresis must be 0 or more and less than 1, not {self.hysteresis}")
+        if not 0 <= self.rescue_share < 1:
+            raise ValueError(f"rescue_share must be 0 or more and less than 1, not {self.rescue_share}")
         if not 0 < self.batch_share <= 1:
             raise ValueError(f"batch_share must be more than 0 and at most 1, not {self.batch_share}")

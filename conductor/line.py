@@ -11,6 +11,11 @@ is behind the short ones that come within that time, and before all that come la
 
 A request is judged when it arrives and again whenever something has changed. One that fits may pass those before
 it that do not. It may do so only so often, or long prompts would starve behind short ones.
+
+Where all wait for most of their limit, a prompt whose own prefill takes much of it never has its turn in time. So
+when its last moment to begin has come it may be *rescued*: tried before all others, past every barrier. That is
+paid for: its tokens are a debt of the line, which a share of the tokens of all others pays off, and while there is
+a debt nobody is rescued.
 """
 
 import math
@@ -49,6 +54,8 @@ class Held:
     bars: bool = True
     """Whether it becomes a barrier. One that asks for more than others are given may be passed as often as it
     takes: a single client's strict limit must not stop all others."""
+    rescue_at: float = math.inf
+    """From when on it may be rescued; infinite for a prompt that has its turn in time as well as others."""
     overtaken: int = 0
     """So many have passed it."""
 
@@ -57,11 +64,14 @@ class Line:
     """All held requests. Owns the order, and both sums that bound it.
 
     Always: sorted; at most `held_max` requests and `tokens_max` prompt tokens; nobody who bars is overtaken more
-    than `overtaken_max` times. Mutates: add, admitted, remove, expired; and each method that takes the time lets
+    than `overtaken_max` times, but by the rescued. Of all admitted tokens not more than `rescue_share` and one
+    prompt are of the rescued. Mutates: add, admitted, remove, expired; and each method that takes the time lets
     batch requests age up to it.
     """
 
-    def __init__(self, *, held_max: int, tokens_max: int, overtaken_max: int, age_s: float) -> None:
+    def __init__(
+        self, *, held_max: int, tokens_max: int, overtaken_max: int, age_s: float, rescue_share: float = 0.0
+    ) -> None:
         self._held_max = held_max
         self._tokens_max = tokens_max
         self._overtaken_max = overtaken_max
@@ -72,6 +82,8 @@ class Line:
         self._ages_at = math.inf  # no batch request comes to the front before
         self._arrivals = 0
         self._tokens = 0
+        self._rescue_share = rescue_share
+        self._debt = 0.0  # tokens of the rescued that others have not made up for
 
     def __len__(self) -> int:
         return len(self._order)
@@ -107,30 +119,43 @@ class Line:
     def may_pass(self, newcomer: Held, now: float) -> bool:
         """Whether one that is not held may be judged at once. If not, it must queue behind a barrier."""
         self._age(now)
-        return self._barrier is None or self._entry(newcomer, now) < self._barrier
+        entry = self._entry(newcomer, now)
+        return self._barrier is None or entry < self._barrier or self._may_rescue(entry, now)
 
     def yields(self, held: Held, now: float) -> bool:
         """Whether interactive requests go before this one: it is batch, and has not waited for long."""
         return self._entry(held, now)[0] == BACK
 
     def candidates(self, now: float) -> Iterator[Held]:
-        """Those that may be judged, in order, down to a barrier. The line may change while this goes on: who has
-        left is passed over, and an admission that makes a barrier ends it there.
+        """Those that may be judged: who may be rescued, then all in order, down to a barrier. The line may change
+        while this goes on: who has left is passed over, and an admission that makes a barrier ends it there.
         """
         self._age(now)
-        for entry in list(self._order):
+        order, tried = list(self._order), set[RequestId]()
+        for entry in order:
+            held = entry[-1]
+            if self._may_rescue(entry, now) and self._entries.get(held.key) is entry:
+                tried.add(held.key)
+                yield held
+        for entry in order:
+            held = entry[-1]
             if self._barrier is not None and entry > self._barrier:
                 return
-            if self._entries.get(entry[-1].key) is entry:
-                yield entry[-1]
+            if held.key not in tried and self._entries.get(held.key) is entry:
+                yield held
 
     def admitted(self, held: Held, now: float) -> None:
-        """One goes to its prefill, from the line or straight past it: all that stand before it were overtaken."""
+        """One goes to its prefill, from the line or straight past it: all that stand before it were overtaken, or
+        the line has a debt."""
         self._age(now)
         entry = self._entries.get(held.key) or self._entry(held, now)
-        assert self._barrier is None or entry <= self._barrier, f"{held.key} went past a barrier"
-        for passed in self._order[: bisect_left(self._order, entry)]:
-            passed[-1].overtaken += 1
+        if self._barrier is None or entry <= self._barrier:
+            self._debt = max(self._debt - self._rescue_share * held.tokens, 0.0)
+            for passed in self._order[: bisect_left(self._order, entry)]:
+                passed[-1].overtaken += 1
+        else:
+            assert self._may_rescue(entry, now), f"{held.key} went past a barrier"
+            self._debt += held.tokens
         if held.key in self._entries:
             self._drop(entry)
         self._find_barrier()
@@ -168,6 +193,10 @@ class Line:
         waits = held.priority is Priority.BATCH and held.arrived_at + self._age_s > now
         due = min(held.due, held.arrived_at + PATIENCE_AGES * self._age_s)
         return (BACK if waits else FRONT, due, self._arrivals, held)
+
+    def _may_rescue(self, entry: Entry, now: float) -> bool:
+        affordable = self._rescue_share > 0.0 and self._debt <= 0.0
+        return affordable and entry[0] == FRONT and entry[-1].rescue_at <= now
 
     def _age(self, now: float) -> None:
         """Moves batch requests that have waited long enough to the front."""

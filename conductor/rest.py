@@ -1,7 +1,7 @@
 """Should the decode instance compute the rest of a prompt itself? Pure: believes the view, reads no clock.
 
     through prefill    fetch | queue | rest          first token | KV to decode
-    on decode          load | step under way | step + chunk | ... | first token
+    on decode          load | rest of a step | step + chunk | ... | first token
 
 The trip through prefill is worth its messages and its moving of KV for long rests. A short one is there sooner
 beside the batch of the decode instance, whose steps take a little longer for it: never so long that the strictest
@@ -11,12 +11,13 @@ short a rest must be is nowhere set: it follows from the predicted times.
 Whoever else comes, and whatever is stricter or longer, only speaks against it.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from conductor.ask import Limits
 from conductor.estimate import PassLine, StepLine
 from conductor.place import Placement, Prompt, Scene, longest_two
-from conductor.view import Instance
+from conductor.view import Instance, Stream
 from kvcache_pool.api import Found
 from protocol.ids import SegmentId
 
@@ -54,11 +55,15 @@ class Beside:
     rest: PassLine
     """What part of a prompt adds to a step; its chunk is the largest that the instance computes in one."""
     batch: int
-    """Sequences in its steps."""
+    """Sequences in its steps, with all that may join meanwhile: no limit of theirs shall be broken."""
     context: int
-    """Tokens whose KV its steps read."""
+    """Tokens whose KV these steps read."""
     tbt_s: float
     """The strictest limit of the time between tokens, the request's own included; infinite if there is none."""
+    running: bool
+    """Whether there is a batch by now."""
+    now_s: float
+    """What a step takes with it alone."""
 
     def more_s(self, tokens: int, prefix: int, chunk: int) -> float:
         """What the longest of the steps takes longer: the last that is full."""
@@ -78,9 +83,9 @@ class Beside:
         return chunk
 
     def seconds(self, tokens: int, prefix: int, chunk: int) -> float:
-        """Until the first token. If there is a batch a step is under way, which is taken to have just begun."""
-        steps = (1 if self.batch else 0) - (-tokens // chunk)
-        return steps * self.step.at(self.batch, self.context) + self.rest._replace(chunk=chunk).at(tokens, prefix)
+        """Until the first token. If there is a batch a step is under way, of which half is left on average."""
+        steps = -(-tokens // chunk) + (0.5 if self.running else 0.0)
+        return steps * self.now_s + self.rest._replace(chunk=chunk).at(tokens, prefix)
 
 
 def rest_on_decode(
@@ -116,18 +121,26 @@ def rest_on_decode(
 
 def _beside(scene: Scene, decode: Instance, line: PassLine, limits: Limits, within_s: float) -> Beside:
     """With all that run there or are expected to join within that time."""
-    streams = [
-        stream
-        for stream in decode.streams.values()
-        if stream.joined_at is not None or stream.handed_over or stream.due_at <= scene.now + within_s
-    ]
+    there, coming = list[Stream](), list[Stream]()
+    for stream in decode.streams.values():
+        if stream.joined_at is not None or stream.handed_over:
+            there.append(stream)
+        elif stream.due_at <= scene.now + within_s:
+            coming.append(stream)
+    both, step = there + coming, scene.estimates.step(decode.kind)
     return Beside(
-        step=scene.estimates.step(decode.kind),
+        step=step,
         rest=line,
-        batch=len(streams),
-        context=sum(stream.context + stream.said for stream in streams),
-        tbt_s=min([limits.tbt_s, *(stream.tbt_s for stream in streams)]),
+        batch=len(both),
+        context=_context(both),
+        tbt_s=min([limits.tbt_s, *(stream.tbt_s for stream in both)]),
+        running=bool(there),
+        now_s=step.at(len(there), _context(there)),
     )
+
+
+def _context(streams: Iterable[Stream]) -> int:
+    return sum(stream.context + stream.said for stream in streams)
 
 
 def _moved_s(scene: Scene, source: SegmentId, bytes_: int) -> float:

@@ -112,6 +112,11 @@ class Instance:
         return any(stream.rest_s and not stream.said for stream in self.streams.values())
 
     @property
+    def rest_s(self) -> float:
+        """What the next step takes longer for part of a prompt that is computed beside the batch."""
+        return sum(s.rest_s for s in self.streams.values() if s.joined_at is not None and not s.said)
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is placed here."""
         return not self.prompts and not self.streams

@@ -68,6 +68,7 @@ def _conductor(setup: Setup, common: dict[str, Any]) -> ConductorConfig:
         margin=setup.margin,
         hysteresis=setup.hysteresis,
         overtaken_max=setup.overtaken_max,
+        rescue_share=setup.rescue_share,
         residence_s=setup.residence_s,
         report_s=setup.report_s,
         ttft_limit_s=setup.ttft_limit_s,

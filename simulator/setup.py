@@ -90,6 +90,8 @@ class Setup:
     """Once closed, a gate opens again when the prediction is below the limit by this share of it."""
     overtaken_max: int = 0
     """So many may pass a held request that does not fit yet."""
+    rescue_share: float = 0.05
+    """Of admitted tokens, for long prompts whose last moment to begin has come."""
     ttft_limit_s: float = 30.0
     """From arrival to the first token."""
     tbt_limit_s: float = 0.1
@@ -140,6 +142,7 @@ class Setup:
             "residence_s",
             "share_of_batch",
             "overtaken_max",
+            "rescue_share",
         )
         if self.chunk_tokens % self.block_tokens:
             raise BadSetup("chunk_tokens must be a multiple of block_tokens")

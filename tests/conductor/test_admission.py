@@ -87,10 +87,15 @@ def judging(admission: Admission, monkeypatch: pytest.MonkeyPatch, **verdicts: V
 
 
 def asked(
-    name: str, *, priority: Priority = Priority.INTERACTIVE, ttft_s: float = 60.0, tbt_s: float = 1.0
+    name: str,
+    *,
+    priority: Priority = Priority.INTERACTIVE,
+    ttft_s: float = 60.0,
+    tbt_s: float = 1.0,
+    tokens: int = 10,
 ) -> Wanted:
     now, limits = asyncio.get_running_loop().time(), Limits(ttft_s, tbt_s)
-    return Wanted(RequestId(name), Prompt(10, 0), [0], priority, limits, now, now + 100, Told())
+    return Wanted(RequestId(name), Prompt(tokens, 0), [0], priority, limits, now, now + 100, Told())
 
 
 async def _nothing() -> Found | None:
@@ -159,6 +164,25 @@ async def test_however_many_strict_limits_are_out_of_reach_the_others_are_tried(
         assert not any(one.done() for one in strict)
         admission.drain()
         await asyncio.gather(*strict)
+
+
+async def test_a_long_prompt_whose_last_moment_has_come_passes_one_that_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Long is what takes more than a quarter of its limit, by the assumed times."""
+    admission = an_admission(a_pool())
+    judging(admission, monkeypatch, interactive_2=Verdict.ADMIT)
+    later = {"ttft_s": 6.0, "tbt_s": 2.0}
+    async with running(admission), asyncio.timeout(5.0):
+        others = [asyncio.create_task(_outcome(admission, asked("first", ttft_s=5.5)))]
+        await asyncio.sleep(0.05)
+        others.append(asyncio.create_task(_outcome(admission, asked("short", **later))))
+        assert await _outcome(admission, asked("long", tokens=2000, **later)) == "admitted"
+        others.append(asyncio.create_task(_outcome(admission, asked("one too many", tokens=2000, **later))))
+        await asyncio.sleep(0.3)
+        admission.drain()
+        assert await asyncio.gather(*others) == ["draining"] * 3
+    admission.check()
 
 
 async def test_computed_prompts_go_on_in_the_order_in_which_they_were_computed(monkeypatch: pytest.MonkeyPatch):

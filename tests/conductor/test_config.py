@@ -25,6 +25,7 @@ BAD: list[tuple[str, list[Any]]] = [
     ("held_max", [0]),
     ("held_tokens_max", [0]),
     ("overtaken_max", [-1]),
+    ("rescue_share", [-0.1, 1.0]),
     ("batch_age_s", [0.0]),
 ]
 

@@ -1,6 +1,7 @@
 """Those who are held: their order, who may pass whom and how often, the bounds, and that each ends once."""
 
 import dataclasses
+import math
 import random
 
 import pytest
@@ -23,15 +24,29 @@ def a_line(
     tokens_max: int = TOKENS_MAX,
     overtaken_max: int = OVERTAKEN_MAX,
     age_s: float = AGE_S,
+    rescue_share: float = 0.0,
 ) -> Line:
-    return Line(held_max=held_max, tokens_max=tokens_max, overtaken_max=overtaken_max, age_s=age_s)
+    return Line(
+        held_max=held_max,
+        tokens_max=tokens_max,
+        overtaken_max=overtaken_max,
+        age_s=age_s,
+        rescue_share=rescue_share,
+    )
 
 
 def held(
-    name: str, *, batch: bool = False, tokens: int = 1, arrived_at: float = 0.0, deadline: float = 1000.0
+    name: str,
+    *,
+    batch: bool = False,
+    tokens: int = 1,
+    arrived_at: float = 0.0,
+    deadline: float = 1000.0,
+    rescue_at: float = math.inf,
 ) -> Held:
     priority = Priority.BATCH if batch else Priority.INTERACTIVE
-    return Held(RequestId(name), priority, tokens, arrived_at, due=deadline, deadline=deadline)
+    key = RequestId(name)
+    return Held(key, priority, tokens, arrived_at, due=deadline, deadline=deadline, rescue_at=rescue_at)
 
 
 def filled(line: Line, *several: Held, now: float = 0.0) -> Line:
@@ -254,7 +269,57 @@ def test_one_that_asks_for_more_than_others_are_given_bars_nobody() -> None:
     assert not line.may_pass(held("late", deadline=2000.0), 0.0)
 
 
+# --- rescue
+
+
+def overloaded(*several: Held, rescue_share: float = 0.25) -> Line:
+    """Behind a barrier."""
+    line = a_line(overtaken_max=0, rescue_share=rescue_share)
+    return filled(line, held("first", tokens=10, deadline=5.0), *several)
+
+
+def test_one_whose_last_moment_has_come_goes_before_all_and_past_every_barrier() -> None:
+    line = overloaded(held("second", deadline=6.0), held("long", tokens=40, deadline=10.0, rescue_at=4.0))
+    assert names(line, 3.9) == "first"
+    assert names(line, 4.0) == "long first"
+    line.admitted(next(line.candidates(4.0)), 4.0)
+    line.check()
+    assert [one.overtaken for one in line.candidates(4.0)] == [0], "it is paid for otherwise"
+
+
+def test_a_newcomer_whose_last_moment_has_come_may_pass() -> None:
+    line = overloaded()
+    assert line.may_pass(held("long", deadline=10.0, rescue_at=4.0), 4.0)
+    assert not line.may_pass(held("long", deadline=10.0, rescue_at=4.0), 3.9)
+    assert not overloaded(rescue_share=0.0).may_pass(held("long", deadline=10.0, rescue_at=4.0), 4.0)
+
+
+def test_nobody_is_rescued_until_the_others_have_made_up_for_the_last() -> None:
+    several = [held(f"long{n}", tokens=30, deadline=10.0 + n, rescue_at=4.0) for n in range(2)]
+    line = a_line(overtaken_max=0, rescue_share=0.25)
+    filled(line, held("first", tokens=10, deadline=5.0), *several)
+    assert names(line, 4.0) == "long0 long1 first"
+    walk = line.candidates(4.0)
+    line.admitted(next(walk), 4.0)
+    assert [one.key for one in walk] == ["first"], "the walk goes on without the other"
+    for paid in (10, 100):
+        assert names(line, 4.0) == "first"
+        line.admitted(held(f"early{paid}", tokens=paid, deadline=1.0), 4.0)
+    assert names(line, 4.0) == "first", "30 are owed, of 110 a quarter is paid"
+    line.admitted(held("last", tokens=10, deadline=1.0), 4.0)
+    assert names(line, 4.0) == "long1 first"
+
+
+def test_batch_is_not_rescued_before_it_counts_as_interactive() -> None:
+    line = overloaded(held("b", batch=True, deadline=8.0, rescue_at=4.0))
+    assert names(line, 4.0) == "first"
+    assert names(line, AGE_S) == "b first"
+
+
 # --- all of it together
+
+
+RESCUE_SHARE = 0.25
 
 
 @dataclasses.dataclass
@@ -279,21 +344,38 @@ class AnyTraffic(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.line = a_line()
-        self.now = 0.0
+        self.line = a_line(rescue_share=RESCUE_SHARE)
+        self.now = self.debt = 0.0
         self.inside: list[Seen] = []
         self.ended: list[RequestId] = []
         self.taken_in: list[RequestId] = []
         self.number = 0
 
-    def a_newcomer(self, batch: bool, tokens: int, patience: float, *, bars: bool = True) -> Held:
+    def a_newcomer(
+        self, batch: bool, tokens: int, patience: float, *, bars: bool = True, last_call: float = math.inf
+    ) -> Held:
         self.number += 1
-        one = held(f"r{self.number}", batch=batch, tokens=tokens, arrived_at=self.now)
+        rescue_at = self.now + last_call
+        one = held(f"r{self.number}", batch=batch, tokens=tokens, arrived_at=self.now, rescue_at=rescue_at)
         one.deadline, one.due, one.bars = self.now + patience, self.now + patience + tokens % 7, bars
         return one
 
     def in_order(self) -> list[Seen]:
         return sorted(self.inside, key=lambda seen: seen.stands(self.now))
+
+    def may_rescue(self, seen: Seen) -> bool:
+        return self.debt <= 0 and not seen.stands(self.now)[0] and seen.one.rescue_at <= self.now
+
+    def admitted(self, seen: Seen) -> None:
+        """What the model makes of it."""
+        before = [other for other in self.inside if other.stands(self.now) < seen.stands(self.now)]
+        if any(other.is_barrier for other in before):
+            assert self.may_rescue(seen)
+            self.debt += seen.one.tokens
+        else:
+            self.debt = max(self.debt - RESCUE_SHARE * seen.one.tokens, 0.0)
+            for other in before:
+                other.overtaken += 1
 
     def end(self, key: RequestId) -> None:
         self.ended.append(key)
@@ -304,9 +386,10 @@ class AnyTraffic(RuleBasedStateMachine):
         tokens=st.integers(1, 40),
         patience=st.sampled_from([1.0, 5.0, 20.0, 500.0]),
         bars=st.booleans(),
+        last_call=st.sampled_from([0.0, 2.0, math.inf]),
     )
-    def add(self, batch: bool, tokens: int, patience: float, bars: bool) -> None:
-        one = self.a_newcomer(batch, tokens, patience, bars=bars)
+    def add(self, batch: bool, tokens: int, patience: float, bars: bool, last_call: float) -> None:
+        one = self.a_newcomer(batch, tokens, patience, bars=bars, last_call=last_call)
         before = [seen.one for seen in self.in_order()]
         full = len(before) == HELD_MAX or sum(other.tokens for other in before) + tokens > TOKENS_MAX
         pushed = self.line.add(one, self.now)
@@ -322,26 +405,29 @@ class AnyTraffic(RuleBasedStateMachine):
         self.taken_in.append(one.key)
         self.inside.append(Seen(one, self.number))
 
-    @rule(batch=st.booleans(), patience=st.sampled_from([1.0, 5.0, 20.0, 500.0]))
-    def pass_by(self, batch: bool, patience: float) -> None:
-        one = self.a_newcomer(batch, 1, patience)
-        place = Seen(one, self.number).stands(self.now)
-        before = [seen for seen in self.inside if seen.stands(self.now) < place]
-        may = not any(seen.is_barrier for seen in before)
+    @rule(
+        batch=st.booleans(),
+        patience=st.sampled_from([1.0, 5.0, 20.0, 500.0]),
+        last_call=st.sampled_from([0.0, 2.0, math.inf]),
+    )
+    def pass_by(self, batch: bool, patience: float, last_call: float) -> None:
+        one = self.a_newcomer(batch, 1, patience, last_call=last_call)
+        newcomer = Seen(one, self.number)
+        barriers = [seen for seen in self.inside if seen.is_barrier]
+        behind = any(seen.stands(self.now) < newcomer.stands(self.now) for seen in barriers)
+        may = not behind or self.may_rescue(newcomer)
         assert self.line.may_pass(one, self.now) == may
         if may:
             self.line.admitted(one, self.now)
-            for seen in before:
-                seen.overtaken += 1
+            self.admitted(newcomer)
 
     @precondition(lambda self: self.inside)
     @rule(data=st.data())
     def admit(self, data: st.DataObject) -> None:
         found = list(self.line.candidates(self.now))
         one = data.draw(st.sampled_from(found))
-        for seen in self.in_order()[: found.index(one)]:
-            seen.overtaken += 1
         self.line.admitted(one, self.now)
+        self.admitted(next(seen for seen in self.inside if seen.one is one))
         self.end(one.key)
 
     @precondition(lambda self: self.inside)
@@ -364,9 +450,11 @@ class AnyTraffic(RuleBasedStateMachine):
 
     @invariant()
     def the_order_is_the_models_down_to_the_first_barrier(self) -> None:
-        expected = []
+        rescued = [seen for seen in self.in_order() if self.may_rescue(seen)]
+        expected = [seen.one.key for seen in rescued]
         for seen in self.in_order():
-            expected.append(seen.one.key)
+            if seen not in rescued:
+                expected.append(seen.one.key)
             if seen.is_barrier:
                 break
         assert [one.key for one in self.line.candidates(self.now)] == expected

@@ -89,14 +89,14 @@ def test_a_short_rest_is_computed_where_it_is_sooner_there():
     assert decided(trip_s=rest.ttft_s) is None
 
 
-def test_beside_a_batch_it_waits_for_the_step_under_way_and_has_as_many_steps_as_chunks():
+def test_beside_a_batch_it_waits_for_half_a_step_and_has_as_many_steps_as_chunks():
     others_s = STEP.at(2, 150)
     streams = [running(100), running(40, said=10)]
     one, three = decided(streams), decided(streams, prompt=Prompt(40 + 2 * 64 + 1, 10))
     assert one is not None
     assert three is not None
-    assert one.ttft_s == pytest.approx(2 * others_s + REST_S)
-    assert three.ttft_s == pytest.approx(4 * others_s + 3 * 0.01 + (2 * 64 + 1) * 0.001)
+    assert one.ttft_s == pytest.approx(1.5 * others_s + REST_S)
+    assert three.ttft_s == pytest.approx(3.5 * others_s + 3 * 0.01 + (2 * 64 + 1) * 0.001)
     assert three.more_s == pytest.approx(0.01 + 64 * 0.001)
 
 
@@ -157,6 +157,12 @@ def test_no_rest_beside_requests_whose_limits_nobody_here_knows():
         assert view.report(decode.name, decode.incarnation, Load(running=others), NOW)
         scene = Scene(view, Rates(), NOW, no_dice)
         assert (rest_on_decode(scene, PROMPT, FOUND, plan, decode, NO_LIMITS, 4) is not None) == computed
+
+
+def test_who_is_still_on_the_way_makes_no_step_longer_yet():
+    rest = decided([Stream(1000, NOW + 0.1)])
+    assert rest is not None
+    assert rest.ttft_s == pytest.approx(ALONE_S)
 
 
 def test_who_joins_only_after_the_rest_does_not_count():
