@@ -58,6 +58,10 @@ BEHIND_SHARE = 0.25
 """A long prompt stands behind later ones that are shorter, but not farther than this share of its limit: its own
 prefill leaves it little time to wait, and without a bound the longest are hardly ever served under overload."""
 
+RESCUED_SHARE = 0.4
+"""A prompt whose prefill takes more than this share of its limit may be rescued: under overload, where others wait
+for most of theirs, it has its turn in time no other way."""
+
 RESCUE_S = 2.0
 """A prompt's last moment to begin comes so long before its predicted prefill would end too late: time for some
 tries, and for the queue to be a little longer than predicted."""
@@ -223,17 +227,16 @@ class Admission:
         limits, arrived_at, tokens = wanted.limits, wanted.arrived_at, wanted.prompt.tokens
         ends_at = min(arrived_at + limits.ttft_s, wanted.ends_at)
         prefill_s = self.estimates.prefill_s(plan.prefill.kind, tokens, 0)
-        behind_s = min(prefill_s, BEHIND_SHARE * limits.ttft_s)
         last_call = ends_at - plan.queue_s - plan.work_s - RESCUE_S
         return Held(
             key=wanted.request,
             priority=wanted.priority,
             tokens=tokens,
             arrived_at=arrived_at,
-            due=ends_at + behind_s,
+            due=ends_at + min(prefill_s, BEHIND_SHARE * limits.ttft_s),
             deadline=ends_at,
             bars=self._bars(limits),
-            rescue_at=last_call if behind_s < prefill_s else math.inf,
+            rescue_at=last_call if prefill_s > RESCUED_SHARE * limits.ttft_s else math.inf,
         )
 
     def _bars(self, limits: Limits) -> bool:

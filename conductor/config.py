@@ -75,7 +75,7 @@ class ConductorConfig(ModelSettings):
     hold: bool = True
     """Whether what does not fit waits before its prefill, within its TTFT limit, before it is refused."""
 
-    reserve_z: float = 2.0
+    reserve_z: float = 1.75
     """So many standard deviations are added to the load that is expected of decode."""
 
     margin: float = 0.0

@@ -19,7 +19,7 @@ class Rules:
     """Whether what is admitted and still in prefill counts as there, and what is doubtful by `z`."""
     hold: bool = True
     """Whether what does not fit waits, while its TTFT limit is within reach."""
-    z: float = 2.0
+    z: float = 1.75
     """Standard deviations added to what is expected of decode, with `reserve`."""
     margin: float = 0.0
     """A prediction is too long beyond its limit and this share of it."""

@@ -82,7 +82,7 @@ class Setup:
     """Whether a request fits is judged as if it were of mean length: a control."""
     residence_s: float = 0.0
     """How long `predictive` takes every request to decode; 0: the running mean."""
-    z: float = 2.0
+    z: float = 1.75
     """Standard deviations that `reserve` adds."""
     margin: float = 0.0
     """Refuse only what passes a limit by this share of it."""

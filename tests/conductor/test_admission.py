@@ -169,7 +169,7 @@ async def test_however_many_strict_limits_are_out_of_reach_the_others_are_tried(
 async def test_a_long_prompt_whose_last_moment_has_come_passes_one_that_does_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Long is what takes more than a quarter of its limit, by the assumed times."""
+    """Long is what takes more than two fifths of its limit, by the assumed times."""
     admission = an_admission(a_pool())
     judging(admission, monkeypatch, interactive_2=Verdict.ADMIT)
     later = {"ttft_s": 6.0, "tbt_s": 2.0}
