@@ -1,5 +1,6 @@
 """Pictures for people, drawn from reports: each function writes a PNG file and returns its path."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,8 @@ if TYPE_CHECKING:  # an optional extra: needed only to draw
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's palette, which color-blind readers tell apart; the yellow is left out: too pale for a line."""
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
+"""Okabe and Ito's palette, which color-blind readers tell apart; grey for its yellow, which is too pale for a line."""
 DASHES = ("-", "--", "-.", ":")
 """A second difference between lines, for more lines than colors and for prints in grey."""
 DPI = 130
@@ -24,6 +25,8 @@ LEGEND_LETTERS = 100
 """That fit beside each other in a legend; more labels make more lines."""
 RATE_S = 60
 """Refusals and wasted time are drawn per minute: a second's are mostly none or one."""
+BEYOND = 4.0
+"""Latencies are drawn up to so many times their limit: how far beyond it one comes is not worth the room."""
 HOT = (1, 10, 100)
 """Copies are drawn as the mean of so many of the hottest blocks."""
 
@@ -72,10 +75,12 @@ def draw_distributions(reports: Mapping[str, Report], path: Path) -> Path:
         for style, (run, report) in zip(_styles(), reports.items(), strict=False):
             values = report["quantiles"][name]
             axes.plot(values, numpy.linspace(0, 1, len(values)), label=run, **style)
-        for value in sorted({report["setup"][limit] for report in reports.values()}):
+        limits = sorted({report["setup"][limit] for report in reports.values()})
+        for value in limits:
             axes.axvline(value, color="0.4", linewidth=1)
             axes.annotate(f"limit {value:g} s", (value, 0.02), rotation=90, ha="right", color="0.3", fontsize=8)
         axes.set(xlabel=label, ylabel="share of requests", ylim=(0, 1.01), xlim=(0, None))
+        axes.set_xlim(0, min(axes.get_xlim()[1], BEYOND * max(limits, default=math.inf)))
     return _saved(figure, path)
 
 
