@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # an optional extra: needed only to draw
     from matplotlib.figure import Figure
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
-"""Okabe and Ito's palette, which color-blind readers tell apart; grey for its yellow, which is too pale for a line."""
+"""Okabe and Ito's palette, which color-blind readers tell apart; grey for its yellow, too pale for a line."""
 DASHES = ("-", "--", "-.", ":")
 """A second difference between lines, for more lines than colors and for prints in grey."""
 DPI = 130
