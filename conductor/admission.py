@@ -23,7 +23,7 @@ from conductor.computed import Computed
 from conductor.config import ConductorConfig
 from conductor.estimate import Estimates
 from conductor.lengths import Lengths
-from conductor.line import Held, Line
+from conductor.line import Held, Line, held_of
 from conductor.load import pool_load
 from conductor.metrics import Metrics
 from conductor.place import Placement, Scene, place
@@ -52,19 +52,6 @@ LOOKUP_EVERY_S = 2.0
 
 FULL_RETRY_S = 1.0
 """When to come back to a full line at the soonest: it moves in about this time."""
-
-
-BEHIND_SHARE = 0.25
-"""A long prompt stands behind later ones that are shorter, but not farther than this share of its limit: its own
-prefill leaves it little time to wait, and without a bound the longest are hardly ever served under overload."""
-
-RESCUED_SHARE = 0.4
-"""A prompt whose prefill takes more than this share of its limit may be rescued: under overload, where others wait
-for most of theirs, it has its turn in time no other way."""
-
-RESCUE_S = 2.0
-"""A prompt's last moment to begin comes so long before its predicted prefill would end too late: time for some
-tries, and for the queue to be a little longer than predicted."""
 
 NOTHING = Found(0, {})
 """A prompt of which nothing is cached, or nobody can say so."""
@@ -223,21 +210,9 @@ class Admission:
         return rest_on_decode(scene, wanted.prompt, found, plan, decode, wanted.limits, self._rest_steps_max)
 
     def _held(self, wanted: Wanted, plan: Placement) -> Held:
-        """Its place in the line goes by its whole prompt, cached or not: decode needs room for all of it."""
-        limits, arrived_at, tokens = wanted.limits, wanted.arrived_at, wanted.prompt.tokens
-        ends_at = min(arrived_at + limits.ttft_s, wanted.ends_at)
-        prefill_s = self.estimates.prefill_s(plan.prefill.kind, tokens, 0)
-        last_call = ends_at - plan.queue_s - plan.work_s - RESCUE_S
-        return Held(
-            key=wanted.request,
-            priority=wanted.priority,
-            tokens=tokens,
-            arrived_at=arrived_at,
-            due=ends_at + min(prefill_s, BEHIND_SHARE * limits.ttft_s),
-            deadline=ends_at,
-            bars=self._bars(limits),
-            rescue_at=last_call if prefill_s > RESCUED_SHARE * limits.ttft_s else math.inf,
-        )
+        """Its place in the line."""
+        whole_s = self.estimates.prefill_s(plan.prefill.kind, wanted.prompt.tokens, 0)
+        return held_of(wanted, plan, whole_s, bars=self._bars(wanted.limits))
 
     def _bars(self, limits: Limits) -> bool:
         """Whether one that does not fit may make others wait: not if it asks for more than they are given."""

@@ -23,12 +23,26 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from conductor.admitted import Wanted
 from conductor.ask import Priority
+from conductor.place import Placement
 from protocol.ids import RequestId
 
 PATIENCE_AGES = 2.0
 """A request is due after so many times the age of ageing at the latest, whatever its limit: those that arrive
 later come after it, so that one with a far deadline does not stand behind newcomers with near ones for ever."""
+
+BEHIND_SHARE = 0.25
+"""A long prompt stands behind later ones that are shorter, but not farther than this share of its limit: its own
+prefill leaves it little time to wait, and without a bound the longest are hardly ever served under overload."""
+
+LONG_SHARE = 0.4
+"""A prompt whose prefill takes more than this share of its limit may be rescued: under overload, where others wait
+for most of theirs, it has its turn in time no other way."""
+
+LAST_CALL_S = 2.0
+"""A prompt's last moment to begin comes so long before its predicted prefill would end too late: time for some
+tries, and for the queue to be a little longer than predicted."""
 
 FRONT, BACK = 0, 1
 """The two ranks: interactive and aged batch; batch."""
@@ -58,6 +72,24 @@ class Held:
     """From when on it may be rescued; infinite for a prompt that has its turn in time as well as others."""
     overtaken: int = 0
     """So many have passed it."""
+
+
+def held_of(wanted: Wanted, plan: Placement, whole_s: float, *, bars: bool) -> Held:
+    """A request that would go to prefill as `plan` says. `whole_s` is the predicted prefill of its whole prompt,
+    cached or not: its place goes by that, since decode needs room for all of it."""
+    limit_s, arrived_at = wanted.limits.ttft_s, wanted.arrived_at
+    ends_at = min(arrived_at + limit_s, wanted.ends_at)
+    last_call = ends_at - plan.queue_s - plan.work_s - LAST_CALL_S
+    return Held(
+        key=wanted.request,
+        priority=wanted.priority,
+        tokens=wanted.prompt.tokens,
+        arrived_at=arrived_at,
+        due=ends_at + min(whole_s, BEHIND_SHARE * limit_s),
+        deadline=ends_at,
+        bars=bars,
+        rescue_at=last_call if whole_s > LONG_SHARE * limit_s else math.inf,
+    )
 
 
 class Line:

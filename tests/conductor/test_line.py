@@ -9,9 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from conductor.ask import Priority
-from conductor.line import PATIENCE_AGES, Held, Line
-from protocol.ids import RequestId
+from conductor.admitted import Told, Wanted
+from conductor.ask import Limits, Priority
+from conductor.line import BEHIND_SHARE, LAST_CALL_S, LONG_SHARE, PATIENCE_AGES, Held, Line, held_of
+from conductor.place import Placement, Prompt
+from protocol.ids import RequestId, SegmentId
+from tests.conductor.test_view import a_view, the
 
 AGE_S = 10.0
 HELD_MAX = 6
@@ -267,6 +270,42 @@ def test_one_that_asks_for_more_than_others_are_given_bars_nobody() -> None:
     assert names(line) == "strict a", "the barrier is the first that bars"
     assert line.may_pass(held("early", deadline=6.0), 0.0)
     assert not line.may_pass(held("late", deadline=2000.0), 0.0)
+
+
+# --- when it is due, and its last moment to begin
+
+
+def wished(whole_s: float, limit_s: float = 30.0, *, within_s: float = 600.0) -> Held:
+    """One that arrived at 100 s, and would stand in a queue for 3 s and then take 8 s."""
+    limits = Limits(limit_s, 0.5)
+    wanted = Wanted(
+        RequestId("r"), Prompt(70, 0), [0], Priority.BATCH, limits, 100.0, 100.0 + within_s, told=Told()
+    )
+    prefill, near = the(a_view("kvcache-0", "prefill-0"), "prefill-0"), SegmentId("kvcache-0")
+    plan = Placement(prefill, 0, 0, None, 0, near, queue_s=3.0, work_s=8.0, ttft_s=11.0)
+    return held_of(wanted, plan, whole_s, bars=False)
+
+
+def test_it_is_due_after_its_limit_by_its_whole_prefill_up_to_a_share_of_the_limit() -> None:
+    one = wished(5.0)
+    assert (one.key, one.priority, one.tokens, one.bars) == ("r", Priority.BATCH, 70, False)
+    assert (one.arrived_at, one.deadline, one.due) == (100.0, 130.0, 135.0)
+    assert wished(20.0).due == 130.0 + BEHIND_SHARE * 30.0
+
+
+def test_only_what_takes_much_of_its_limit_has_a_last_moment_to_begin() -> None:
+    assert wished(LONG_SHARE * 30.0 + 0.1).rescue_at == 130.0 - 3.0 - 8.0 - LAST_CALL_S
+    assert wished(LONG_SHARE * 30.0).rescue_at == math.inf
+
+
+def test_nothing_lasts_longer_than_the_request_may() -> None:
+    one = wished(15.0, within_s=20.0)
+    assert (one.deadline, one.due, one.rescue_at) == (120.0, 127.5, 120.0 - 3.0 - 8.0 - LAST_CALL_S)
+
+
+def test_where_there_is_no_limit_no_prompt_takes_much_of_it() -> None:
+    one = wished(500.0, math.inf)
+    assert (one.deadline, one.due, one.rescue_at) == (700.0, 1200.0, math.inf)
 
 
 # --- rescue
