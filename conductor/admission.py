@@ -13,6 +13,7 @@ import contextlib
 import math
 import random
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -42,7 +43,7 @@ TICK_S = 0.25
 
 MISSES_MAX = 16
 """Of those that bar, and of those that do not, no more are tried in a walk when so many did not fit: those behind
-them, which are longer or ask for more, hardly will."""
+them, which are longer or ask for more, hardly will. Whose last moment to begin has come is counted apart."""
 
 SHOW_EVERY_S = 1.0
 """How old the loads that metrics show may be."""
@@ -250,16 +251,18 @@ class Admission:
             self._show_line()
 
     def _walk_held(self) -> None:
-        """Admit those that fit by now. Where one does not fit, none does that asks for as much: they are passed
-        over."""
-        now, misses = _now(), {True: 0, False: 0}
+        """Admit those that fit by now. Where one does not fit, none behind it does that asks for as much: they are
+        passed over. One that is tried first since its last moment has come says nothing of those before which it
+        is tried: they may be in decode much sooner."""
+        now, misses = _now(), Counter[tuple[bool, bool]]()
         self._end_overdue(now)
-        shortest: dict[tuple[Priority, float, int], int] = {}
+        shortest: dict[tuple[Priority, float, int, bool], int] = {}
         for held in self._line.candidates(now):
             waiting = self._waiting[held.key]
             wanted = waiting.wanted
-            alike = wanted.priority, wanted.limits.tbt_s, len(wanted.choices)
-            if misses[held.bars] >= MISSES_MAX or held.tokens >= shortest.get(alike, sys.maxsize):
+            last_call = held.rescue_at <= now
+            alike = wanted.priority, wanted.limits.tbt_s, len(wanted.choices), last_call
+            if misses[held.bars, last_call] >= MISSES_MAX or held.tokens >= shortest.get(alike, sys.maxsize):
                 continue
             try:
                 plan = self._place(wanted, waiting.found, now)
@@ -272,7 +275,7 @@ class Admission:
                 self._waiting.pop(held.key).told.set_result(admitted)
                 continue
             shortest[alike] = held.tokens
-            misses[held.bars] += 1
+            misses[held.bars, last_call] += 1
 
     def _end_overdue(self, now: float) -> None:
         """Refuse those whose limit is out of reach, wherever they stand."""

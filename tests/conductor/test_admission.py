@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -183,6 +184,54 @@ async def test_a_long_prompt_whose_last_moment_has_come_passes_one_that_does_not
         admission.drain()
         assert await asyncio.gather(*others) == ["draining"] * 3
     admission.check()
+
+
+async def test_however_many_whose_last_moment_has_come_do_not_fit_the_first_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    admission = an_admission(a_pool())
+    table = judging(admission, monkeypatch)
+    async with running(admission), asyncio.timeout(5.0):
+        first = asyncio.create_task(_outcome(admission, asked("first", ttft_s=5.5)))
+        await asyncio.sleep(0.05)
+        longs = [
+            asyncio.create_task(_outcome(admission, asked(f"l{n}", ttft_s=6.0, tbt_s=2.0 + n, tokens=2000)))
+            for n in range(MISSES_MAX + 1)
+        ]
+        await asyncio.sleep(0.05)
+        table["interactive_1"] = Verdict.ADMIT
+        assert await first == "admitted"
+        assert not any(one.done() for one in longs)
+        admission.drain()
+        await asyncio.gather(*longs)
+
+
+async def test_one_whose_last_moment_has_come_hides_no_longer_one_that_stands_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """That is cached, and there much sooner: it may fit where the other does not."""
+    admission, fits = an_admission(view := a_pool()), set[int]()
+    (decode,) = view.of(Pool.DECODE)
+
+    def judge(candidate: Candidate, *_: object) -> Judgement:
+        verdict = Verdict.ADMIT if candidate.tokens in fits else Verdict.HOLD
+        return Judgement(verdict, decode, candidate.limits, 0.0)
+
+    async def cached() -> Found:
+        return Found(500, {"kvcache-0": 500})
+
+    monkeypatch.setattr(admission.gate, "judge", judge)
+    first = replace(asked("first", ttft_s=6.0), prompt=Prompt(2001, 500))
+    async with running(admission), asyncio.timeout(2.0):
+        waiting = asyncio.create_task(admission.admit(first, cached))
+        await asyncio.sleep(0.05)
+        long = asyncio.create_task(_outcome(admission, asked("long", ttft_s=6.0, tokens=2000)))
+        await asyncio.sleep(0.05)
+        fits.add(2001)
+        (await waiting).close()
+        assert not long.done()
+        admission.drain()
+        assert await long == "draining"
 
 
 async def test_computed_prompts_go_on_in_the_order_in_which_they_were_computed(monkeypatch: pytest.MonkeyPatch):
