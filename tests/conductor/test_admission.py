@@ -234,6 +234,15 @@ async def test_one_whose_last_moment_has_come_hides_no_longer_one_that_stands_be
         assert await long == "draining"
 
 
+async def test_the_step_after_one_has_joined_is_longer_for_a_rest_that_is_computed_beside_it():
+    admission = an_admission(view := a_pool())
+    (decode,) = view.of(Pool.DECODE)
+    with await admitted_by(admission, 1) as admitted:
+        view.enter(decode, (RequestId("rest"), 0), Stream(100, 0.0, joined_at=0.0, rest_s=0.25))
+        step_s = admission.estimates.step(decode.kind).at(2, 100 + 10)
+        assert admission.joined(admitted, 0) == pytest.approx(step_s + 0.25)
+
+
 async def test_computed_prompts_go_on_in_the_order_in_which_they_were_computed(monkeypatch: pytest.MonkeyPatch):
     """Behind one that does not fit only those move whose time is up."""
     view = a_pool()

@@ -349,6 +349,14 @@ def test_nobody_is_rescued_until_the_others_have_made_up_for_the_last() -> None:
     assert names(line, 4.0) == "long1 first"
 
 
+def test_one_that_could_be_rescued_and_left_during_the_walk_is_passed_over() -> None:
+    line = overloaded(*(held(f"long{n}", deadline=10.0 + n, rescue_at=4.0) for n in range(2)))
+    walk = line.candidates(4.0)
+    assert next(walk).key == "long0"
+    line.remove(RequestId("long1"))
+    assert [one.key for one in walk] == ["first"]
+
+
 def test_batch_is_not_rescued_before_it_counts_as_interactive() -> None:
     line = overloaded(held("b", batch=True, deadline=8.0, rescue_at=4.0))
     assert names(line, 4.0) == "first"
@@ -385,6 +393,8 @@ class AnyTraffic(RuleBasedStateMachine):
         super().__init__()
         self.line = a_line(rescue_share=RESCUE_SHARE)
         self.now = self.debt = 0.0
+        self.rescued: list[int] = []
+        self.admitted_tokens = 0
         self.inside: list[Seen] = []
         self.ended: list[RequestId] = []
         self.taken_in: list[RequestId] = []
@@ -407,10 +417,12 @@ class AnyTraffic(RuleBasedStateMachine):
 
     def admitted(self, seen: Seen) -> None:
         """What the model makes of it."""
+        self.admitted_tokens += seen.one.tokens
         before = [other for other in self.inside if other.stands(self.now) < seen.stands(self.now)]
         if any(other.is_barrier for other in before):
             assert self.may_rescue(seen)
             self.debt += seen.one.tokens
+            self.rescued.append(seen.one.tokens)
         else:
             self.debt = max(self.debt - RESCUE_SHARE * seen.one.tokens, 0.0)
             for other in before:
@@ -502,6 +514,10 @@ class AnyTraffic(RuleBasedStateMachine):
     def nobody_who_bars_is_overtaken_more_often_than_may_be(self) -> None:
         assert all(seen.overtaken == seen.one.overtaken for seen in self.inside)
         assert all(seen.overtaken <= OVERTAKEN_MAX for seen in self.inside if seen.one.bars)
+
+    @invariant()
+    def no_more_than_their_share_and_one_prompt_is_of_the_rescued(self) -> None:
+        assert sum(self.rescued[:-1]) <= RESCUE_SHARE * self.admitted_tokens
 
     @invariant()
     def bounds_hold_and_each_that_came_in_is_inside_or_has_ended_once(self) -> None:

@@ -165,6 +165,15 @@ def test_who_is_still_on_the_way_makes_no_step_longer_yet():
     assert rest.ttft_s == pytest.approx(ALONE_S)
 
 
+@pytest.mark.parametrize(("context", "more_s"), [(0, STEP.row_s), (500, STEP.row_s + 500 * STEP.token_s)])
+def test_but_a_step_with_all_who_are_on_the_way_keeps_the_limit_too(context: int, more_s: float):
+    coming, bare_s = Stream(context, NOW + 0.1), OWN_S + REST_S
+    for limit_s, chunk in ((bare_s + more_s + 1e-4, 64), (bare_s + more_s - 1e-4, 16)):
+        rest = decided([coming], limits=Limits(math.inf, limit_s))
+        assert rest is not None
+        assert rest.chunk == chunk
+
+
 def test_who_joins_only_after_the_rest_does_not_count():
     strict = OWN_S / 2
     assert decided([Stream(10, NOW + 1.0, tbt_s=strict)], trip_s=0.9) is not None
