@@ -5,17 +5,17 @@ clients, each of which sends the next request of a public trace, scaled down, wh
 the machine can do, it is as busy as that makes it.
 """
 
-import asyncio
 from collections.abc import Iterator
 
 import aiohttp
 
-from bench.client import StreamFailed, session, stream_answer
+from bench.client import session, stream_answer
 from bench.prediction import ERROR_MAX, STEP, TTFT, median_error
 from bench.report import Row, Spread
 from bench.service import running
 from bench.setup import Setup
 from bench.truth import prompt_of, scaled_down
+from protocol.tasks import together
 from simulator.setup import Setup as SimulatedSetup
 from simulator.workload import Arrival
 
@@ -74,11 +74,4 @@ async def drive(
             prompt = prompt_of(arrival, block_tokens, vocab, setup.seed)
             await stream_answer(http, url, prompt, arrival.output)
 
-    tasks = [asyncio.create_task(client()) for _ in range(clients)]
-    try:
-        await asyncio.gather(*tasks)
-    except StreamFailed:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+    await together(client() for _ in range(clients))

@@ -1,11 +1,15 @@
 """An endpoint that streams made-up answers: what a load generator needs of a service, and its ways to fail."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
+
+ANSWER_S = 0.02
+"""How long an answer takes: so long that those to clients who ask at once overlap."""
 
 
 def lines(tokens: int, prompt: int, cached: int = 0) -> list[bytes]:
@@ -41,6 +45,7 @@ class Endpoint:
         self.open_most = max(self.open_most, self.open)
         response = web.StreamResponse()
         await response.prepare(http)
+        await asyncio.sleep(ANSWER_S)
         for line in lines(self.bodies[number]["max_tokens"], len(self.bodies[number]["prompt"])):
             await response.write(line + b"\n\n")
         self.open -= 1
