@@ -106,7 +106,7 @@ class ConductorConfig(ModelSettings):
 
     rescue_share: float = 0.05
     """Under overload long prompts, whose own prefill takes much of their limit, would hardly have their turn in
-    time. So much of all admitted tokens goes to those of them whose last moment to begin has come; 0 to none."""
+    time. At most so much of all admitted tokens goes to those of them whose last moment to begin has come."""
 
     batch_age_s: float = 60.0
     """A held batch request counts as interactive after so many seconds, so that it is served in the end."""
