@@ -45,6 +45,10 @@ MISSES_MAX = 16
 """Of those that bar, and of those that do not, no more are tried in a walk when so many did not fit: those behind
 them, which are longer or ask for more, hardly will. Whose last moment to begin has come is counted apart."""
 
+SETTLED_MAX = 32
+"""No more are admitted or refused in one walk, each of which takes about a millisecond: the next walk comes in a
+moment, and all that the Conductor does besides goes on meanwhile."""
+
 SHOW_EVERY_S = 1.0
 """How old the loads that metrics show may be."""
 
@@ -254,28 +258,37 @@ class Admission:
         """Admit those that fit by now. Where one does not fit, none behind it does that asks for as much: they are
         passed over. One that is tried first since its last moment has come says nothing of those before which it
         is tried: they may be in decode much sooner."""
-        now, misses = _now(), Counter[tuple[bool, bool]]()
+        now, settled, misses = _now(), 0, Counter[tuple[bool, bool]]()
         self._end_overdue(now)
         shortest: dict[tuple[Priority, float, int, bool], int] = {}
         for held in self._line.candidates(now):
-            waiting = self._waiting[held.key]
-            wanted = waiting.wanted
-            last_call = held.rescue_at <= now
+            wanted, last_call = self._waiting[held.key].wanted, held.rescue_at <= now
             alike = wanted.priority, wanted.limits.tbt_s, len(wanted.choices), last_call
             if misses[held.bars, last_call] >= MISSES_MAX or held.tokens >= shortest.get(alike, sys.maxsize):
                 continue
-            try:
-                plan = self._place(wanted, waiting.found, now)
-                admitted = self._judge(wanted, waiting.found, plan, held, now)
-            except Refused as refused:
-                self._line.remove(held.key)
-                self._waiting.pop(held.key).told.set_exception(refused)
-                continue
-            if admitted is not None:
-                self._waiting.pop(held.key).told.set_result(admitted)
-                continue
-            shortest[alike] = held.tokens
-            misses[held.bars, last_call] += 1
+            if settled == SETTLED_MAX:
+                return self.poke()
+            if self._settled(held, now):
+                settled += 1
+            else:
+                shortest[alike] = held.tokens
+                misses[held.bars, last_call] += 1
+
+    def _settled(self, held: Held, now: float) -> bool:
+        """Try one that is held: True if it has been admitted or refused."""
+        waiting = self._waiting[held.key]
+        try:
+            plan = self._place(waiting.wanted, waiting.found, now)
+            admitted = self._judge(waiting.wanted, waiting.found, plan, held, now)
+        except Refused as refused:
+            self._line.remove(held.key)
+            waiting.told.set_exception(refused)
+        else:
+            if admitted is None:
+                return False
+            waiting.told.set_result(admitted)
+        del self._waiting[held.key]
+        return True
 
     def _end_overdue(self, now: float) -> None:
         """Refuse those whose limit is out of reach, wherever they stand."""

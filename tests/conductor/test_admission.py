@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from conductor.admission import FULL_RETRY_S, MISSES_MAX, Admission
+from conductor.admission import FULL_RETRY_S, MISSES_MAX, SETTLED_MAX, Admission
 from conductor.admit import RETRY_GRID_S, SOON_S, Candidate, Judgement, Verdict
 from conductor.admitted import Admitted, Told, Wanted
 from conductor.ask import NO_LIMITS, Limits, Priority, Refused
@@ -165,6 +165,26 @@ async def test_however_many_strict_limits_are_out_of_reach_the_others_are_tried(
         assert not any(one.done() for one in strict)
         admission.drain()
         await asyncio.gather(*strict)
+
+
+async def test_a_burst_that_fits_at_once_does_not_keep_the_conductor_from_all_else(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    admission = an_admission(a_pool())
+    table = judging(admission, monkeypatch)
+    count = 2 * SETTLED_MAX + 5
+    several = [asyncio.create_task(_outcome(admission, asked(f"b{n}"))) for n in range(count)]
+    while admission.held < count:
+        await asyncio.sleep(0)
+    table["interactive_1"] = Verdict.ADMIT
+    left = []
+    async with running(admission), asyncio.timeout(5.0):
+        while admission.held:
+            await asyncio.sleep(0)
+            left.append(admission.held)
+        assert await asyncio.gather(*several) == ["admitted"] * count
+    assert sorted({count, *left}, reverse=True) == [count, SETTLED_MAX + 5, 5, 0]
+    admission.check()
 
 
 async def test_a_long_prompt_whose_last_moment_has_come_passes_one_that_does_not_fit(
