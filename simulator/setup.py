@@ -150,13 +150,15 @@ class Setup:
             raise BadSetup(f"made traffic has blocks of {BLOCK_TOKENS} tokens")
         if self.thinned > 1 or self.share_of_batch > 1:
             raise BadSetup("thinned and share_of_batch are at most 1")
+        if max(self.hysteresis, self.rescue_share) >= 1:
+            raise BadSetup("hysteresis and rescue_share are less than 1")
         if min(self.limit or 1, self.output_limit or 1) < 1 or 0 in (self.limit, self.output_limit):
             raise BadSetup("limit and output_limit are at least 1")
 
     def _require(self, floor: float, floor_included: bool, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
-            if value < floor or (value == floor and not floor_included):
+            if not value >= floor or (value == floor and not floor_included):  # what is not a number is neither
                 raise BadSetup(f"{name} must be {'at least' if floor_included else 'above'} {floor}, not {value}")
 
     def body(self) -> dict[str, Any]:

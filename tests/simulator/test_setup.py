@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import fields, replace
+from math import inf, nan
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -63,6 +64,10 @@ def test_limits_and_costs_are_those_of_its_fields() -> None:
         ({"output_limit": -3}, "limit and output_limit are at least 1"),
         ({"margin": -0.1}, "margin must be at least 0"),
         ({"share_of_batch": 1.5}, "at most 1"),
+        ({"hysteresis": 1.0}, "hysteresis and rescue_share are less than 1"),
+        ({"rescue_share": inf}, "hysteresis and rescue_share are less than 1"),
+        ({"rescue_share": nan}, "rescue_share must be at least 0, not nan"),
+        ({"speed": nan}, "speed must be above 0, not nan"),
         ({"steps_max": 0}, "steps_max must be at least 1"),
         ({"block_tokens": 0}, "block_tokens must be at least 1"),
         ({"block_tokens": 48}, "chunk_tokens must be a multiple of block_tokens"),
