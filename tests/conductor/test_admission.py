@@ -174,8 +174,8 @@ async def test_a_burst_that_fits_at_once_does_not_keep_the_conductor_from_all_el
     table = judging(admission, monkeypatch)
     count = 2 * SETTLED_MAX + 5
     several = [asyncio.create_task(_outcome(admission, asked(f"b{n}"))) for n in range(count)]
-    while admission.held < count:
-        await asyncio.sleep(0)
+    await asyncio.sleep(0.05)
+    assert admission.held == count
     table["interactive_1"] = Verdict.ADMIT
     left = []
     async with running(admission), asyncio.timeout(5.0):
