@@ -217,7 +217,7 @@ class Admission:
     def _held(self, wanted: Wanted, plan: Placement) -> Held:
         """Its place in the line."""
         whole_s = self.estimates.prefill_s(plan.prefill.kind, wanted.prompt.tokens, 0)
-        return held_of(wanted, plan, whole_s, bars=self._bars(wanted.limits))
+        return held_of(wanted, plan, whole_s, self._limits)
 
     def _bars(self, limits: Limits) -> bool:
         """Whether one that does not fit may make others wait: not if it asks for more than they are given."""

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from conductor.admitted import Wanted
-from conductor.ask import Priority
+from conductor.ask import Limits, Priority
 from conductor.place import Placement
 from protocol.ids import RequestId
 
@@ -74,9 +74,10 @@ class Held:
     """So many have passed it."""
 
 
-def held_of(wanted: Wanted, plan: Placement, whole_s: float, *, bars: bool) -> Held:
+def held_of(wanted: Wanted, plan: Placement, whole_s: float, usual: Limits) -> Held:
     """A request that would go to prefill as `plan` says. `whole_s` is the predicted prefill of its whole prompt,
-    cached or not: its place goes by that, since decode needs room for all of it."""
+    cached or not: its place goes by that, since decode needs room for all of it. Who asks for more than the `usual`
+    limits neither bars others nor is rescued for that."""
     limit_s, arrived_at = wanted.limits.ttft_s, wanted.arrived_at
     ends_at = min(arrived_at + limit_s, wanted.ends_at)
     last_call = ends_at - plan.queue_s - plan.work_s - LAST_CALL_S
@@ -87,8 +88,8 @@ def held_of(wanted: Wanted, plan: Placement, whole_s: float, *, bars: bool) -> H
         arrived_at=arrived_at,
         due=ends_at + min(whole_s, BEHIND_SHARE * limit_s),
         deadline=ends_at,
-        bars=bars,
-        rescue_at=last_call if whole_s > LONG_SHARE * limit_s else math.inf,
+        bars=wanted.limits.tbt_s >= usual.tbt_s,
+        rescue_at=last_call if whole_s > LONG_SHARE * max(limit_s, usual.ttft_s) else math.inf,
     )
 
 

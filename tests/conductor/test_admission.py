@@ -191,7 +191,7 @@ async def test_a_long_prompt_whose_last_moment_has_come_passes_one_that_does_not
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Long is what takes more than two fifths of its limit, by the assumed times."""
-    admission = an_admission(a_pool())
+    admission = an_admission(a_pool(), ttft_limit_s=6.0)
     judging(admission, monkeypatch, interactive_2=Verdict.ADMIT)
     later = {"ttft_s": 6.0, "tbt_s": 2.0}
     async with running(admission), asyncio.timeout(5.0):
@@ -209,7 +209,7 @@ async def test_a_long_prompt_whose_last_moment_has_come_passes_one_that_does_not
 async def test_however_many_whose_last_moment_has_come_do_not_fit_the_first_is_tried(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    admission = an_admission(a_pool())
+    admission = an_admission(a_pool(), ttft_limit_s=6.0)
     table = judging(admission, monkeypatch)
     async with running(admission), asyncio.timeout(5.0):
         first = asyncio.create_task(_outcome(admission, asked("first", ttft_s=5.5)))
@@ -230,7 +230,7 @@ async def test_one_whose_last_moment_has_come_hides_no_longer_one_that_stands_be
     monkeypatch: pytest.MonkeyPatch,
 ):
     """That is cached, and there much sooner: it may fit where the other does not."""
-    admission, fits = an_admission(view := a_pool()), set[int]()
+    admission, fits = an_admission(view := a_pool(), ttft_limit_s=6.0), set[int]()
     (decode,) = view.of(Pool.DECODE)
 
     def judge(candidate: Candidate, *_: object) -> Judgement:

@@ -275,20 +275,22 @@ def test_one_that_asks_for_more_than_others_are_given_bars_nobody() -> None:
 # --- when it is due, and its last moment to begin
 
 
-def wished(whole_s: float, limit_s: float = 30.0, *, within_s: float = 600.0) -> Held:
+def wished(
+    whole_s: float, limit_s: float = 30.0, tbt_s: float = 0.5, *, usual_s: float = 30.0, within_s: float = 600.0
+) -> Held:
     """One that arrived at 100 s, and would stand in a queue for 3 s and then take 8 s."""
-    limits = Limits(limit_s, 0.5)
+    limits = Limits(limit_s, tbt_s)
     wanted = Wanted(
         RequestId("r"), Prompt(70, 0), [0], Priority.BATCH, limits, 100.0, 100.0 + within_s, told=Told()
     )
     prefill, near = the(a_view("kvcache-0", "prefill-0"), "prefill-0"), SegmentId("kvcache-0")
     plan = Placement(prefill, 0, 0, None, 0, near, queue_s=3.0, work_s=8.0, ttft_s=11.0)
-    return held_of(wanted, plan, whole_s, bars=False)
+    return held_of(wanted, plan, whole_s, Limits(usual_s, 0.5))
 
 
 def test_it_is_due_after_its_limit_by_its_whole_prefill_up_to_a_share_of_the_limit() -> None:
     one = wished(5.0)
-    assert (one.key, one.priority, one.tokens, one.bars) == ("r", Priority.BATCH, 70, False)
+    assert (one.key, one.priority, one.tokens) == ("r", Priority.BATCH, 70)
     assert (one.arrived_at, one.deadline, one.due) == (100.0, 130.0, 135.0)
     assert wished(20.0).due == 130.0 + BEHIND_SHARE * 30.0
 
@@ -296,6 +298,13 @@ def test_it_is_due_after_its_limit_by_its_whole_prefill_up_to_a_share_of_the_lim
 def test_only_what_takes_much_of_its_limit_has_a_last_moment_to_begin() -> None:
     assert wished(LONG_SHARE * 30.0 + 0.1).rescue_at == 130.0 - 3.0 - 8.0 - LAST_CALL_S
     assert wished(LONG_SHARE * 30.0).rescue_at == math.inf
+
+
+def test_one_that_asks_for_more_than_others_are_given_neither_bars_nor_is_rescued_for_that() -> None:
+    assert [wished(5.0, tbt_s=tbt_s).bars for tbt_s in (0.4, 0.5, 0.6)] == [False, True, True]
+    assert wished(11.0, 20.0).rescue_at == math.inf
+    assert wished(12.5, 20.0).rescue_at == 120.0 - 3.0 - 8.0 - LAST_CALL_S
+    assert wished(11.0, 20.0, usual_s=20.0).rescue_at == 120.0 - 3.0 - 8.0 - LAST_CALL_S
 
 
 def test_nothing_lasts_longer_than_the_request_may() -> None:
