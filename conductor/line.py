@@ -76,8 +76,8 @@ class Held:
 
 def held_of(wanted: Wanted, plan: Placement, whole_s: float, usual: Limits) -> Held:
     """A request that would go to prefill as `plan` says. `whole_s` is the predicted prefill of its whole prompt,
-    cached or not: its place goes by that, since decode needs room for all of it. Who asks for more than the `usual`
-    limits neither bars others nor is rescued for that."""
+    cached or not: its place goes by that, since decode needs room for all of it. Who asks for more than the
+    `usual` limits neither bars others nor is rescued for that."""
     limit_s, arrived_at = wanted.limits.ttft_s, wanted.arrived_at
     ends_at = min(arrived_at + limit_s, wanted.ends_at)
     last_call = ends_at - plan.queue_s - plan.work_s - LAST_CALL_S
