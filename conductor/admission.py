@@ -319,7 +319,8 @@ class Admission:
     def joined(self, admitted: Admitted, choice: int) -> float:
         """Its KV has arrived: it decodes from now on. Returns what the next step there is predicted to take."""
         instance = admitted.joined(choice)
-        return self.estimates.step(instance.kind).at(*instance.batch) + instance.rest_s
+        step_s = self.estimates.step(instance.kind).at(*instance.batch)
+        return step_s + instance.next_rest_s(step_s, _now())
 
     def ended(self, admitted: Admitted, choice: int, tokens: int) -> None:
         """An answer is complete, with so many tokens: what is known of lengths grows by one."""

@@ -111,10 +111,11 @@ class Instance:
         """Whether part of a prompt is computed beside the batch here, or will be."""
         return any(stream.rest_s and not stream.said for stream in self.streams.values())
 
-    @property
-    def rest_s(self) -> float:
-        """What the next step takes longer for part of a prompt that is computed beside the batch."""
-        return sum(s.rest_s for s in self.streams.values() if s.joined_at is not None and not s.said)
+    def next_rest_s(self, step_s: float, now: float) -> float:
+        """What the next step takes longer for part of a prompt that is computed beside the batch. `step_s` is a step
+        without: when the last one with a part should have begun, the next is another."""
+        there = [s for s in self.streams.values() if s.rest_s and s.joined_at is not None and not s.said]
+        return sum(s.rest_s for s in there if now < s.due_at - s.rest_s - step_s)
 
     @property
     def idle(self) -> bool:

@@ -258,7 +258,8 @@ async def test_the_step_after_one_has_joined_is_longer_for_a_rest_that_is_comput
     admission = an_admission(view := a_pool())
     (decode,) = view.of(Pool.DECODE)
     with await admitted_by(admission, 1) as admitted:
-        view.enter(decode, (RequestId("rest"), 0), Stream(100, 0.0, joined_at=0.0, rest_s=0.25))
+        due_at = asyncio.get_running_loop().time() + 1.0
+        view.enter(decode, (RequestId("rest"), 0), Stream(100, due_at, joined_at=0.0, rest_s=0.25))
         step_s = admission.estimates.step(decode.kind).at(2, 100 + 10)
         assert admission.joined(admitted, 0) == pytest.approx(step_s + 0.25)
 

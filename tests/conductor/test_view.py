@@ -207,15 +207,15 @@ def test_the_ledger_counts_tokens_until_they_are_released():
     assert list(instance.streams) == [second]
 
 
-def test_a_step_is_longer_for_a_rest_until_its_first_token():
+def test_the_next_step_is_longer_for_a_rest_until_its_last_part_is_under_way():
     view = a_view("decode-0")
     instance, key = the(view, "decode-0"), (RequestId("a"), 0)
-    view.enter(instance, key, Stream(100, due_at=1.0, rest_s=0.25))
-    assert (instance.computes_rest, instance.rest_s) == (True, 0.0)
+    view.enter(instance, key, Stream(100, due_at=3.0, rest_s=0.25))
+    assert (instance.computes_rest, instance.next_rest_s(0.5, 2.0)) == (True, 0.0)
     view.joined(instance, key, 2.0)
-    assert instance.rest_s == 0.25
-    view.said(instance, key, 1, 2.5)
-    assert (instance.computes_rest, instance.rest_s) == (False, 0.0)
+    assert [instance.next_rest_s(0.5, now) for now in (2.0, 2.2, 2.3)] == [0.25, 0.25, 0.0]
+    view.said(instance, key, 1, 2.1)
+    assert (instance.computes_rest, instance.next_rest_s(0.5, 2.1)) == (False, 0.0)
 
 
 def test_a_queue_shrinks_as_the_clock_runs_and_not_below_what_waits_behind_the_first():
