@@ -112,8 +112,8 @@ class Instance:
         return any(stream.rest_s and not stream.said for stream in self.streams.values())
 
     def next_rest_s(self, step_s: float, now: float) -> float:
-        """What the next step takes longer for part of a prompt that is computed beside the batch. `step_s` is a step
-        without: when the last one with a part should have begun, the next is another."""
+        """What the next step takes longer for part of a prompt that is computed beside the batch. `step_s` is a
+        step without: when the last one with a part should have begun, the next is another."""
         there = [s for s in self.streams.values() if s.rest_s and s.joined_at is not None and not s.said]
         return sum(s.rest_s for s in there if now < s.due_at - s.rest_s - step_s)
 
