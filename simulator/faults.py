@@ -135,7 +135,6 @@ def _plan(seed: int, dice: random.Random) -> Plan:
             hold=dice.random() < 0.8,
             held_max=dice.choice((4, 64)),
             overtaken_max=2,
-            rescue_share=0.2,
             batch_age_s=2.0,
         ),
         prefill=PrefillConfig(**common, chunk_tokens=dice.choice((2, 8)) * block_tokens),
