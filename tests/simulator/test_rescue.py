@@ -1,4 +1,4 @@
-"""Where decode binds, the longest prompts have their turn too, for a share of the tokens and a few refusals more."""
+"""Where decode binds, the longest prompts have their turn too, for some of the tokens and a few refusals more."""
 
 from simulator.drive import simulate
 from simulator.report import report_of
