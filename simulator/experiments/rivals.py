@@ -29,7 +29,7 @@ from simulator.workload import TRACES
 ABOUT = "the same nodes, disaggregated at its best split against co-located at its best token budget"
 
 NODES = 16
-PREFILLS = (8, 10, 12, 13, 14)
+PREFILLS = (8, 10, 12, 13, 14, 15)
 """Prefill nodes of the splits; the others decode."""
 BUDGETS = (256, 384, 512, 768, 1024, 2048)
 """Tokens of one step of the rival. The best one moves with the limit, from 256 to 1,024: there they are closer."""
