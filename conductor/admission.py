@@ -24,7 +24,7 @@ from conductor.computed import Computed
 from conductor.config import ConductorConfig
 from conductor.estimate import Estimates
 from conductor.lengths import Lengths
-from conductor.line import Held, Line, held_of
+from conductor.line import Held, Line, held_of, may_bar
 from conductor.load import pool_load
 from conductor.metrics import Metrics
 from conductor.place import Placement, Scene, place
@@ -220,8 +220,7 @@ class Admission:
         return held_of(wanted, plan, whole_s, self._limits)
 
     def _bars(self, limits: Limits) -> bool:
-        """Whether one that does not fit may make others wait: not if it asks for more than they are given."""
-        return limits.tbt_s >= self._limits.tbt_s
+        return may_bar(limits, self._limits)
 
     def _present(self) -> set[Priority]:
         """Classes of which somebody is held, on the way to decode, or there."""

@@ -74,6 +74,11 @@ class Held:
     """So many have passed it."""
 
 
+def may_bar(limits: Limits, usual: Limits) -> bool:
+    """Whether one that does not fit may make others wait: not if it asks for more than they are given."""
+    return limits.tbt_s >= usual.tbt_s
+
+
 def held_of(wanted: Wanted, plan: Placement, whole_s: float, usual: Limits) -> Held:
     """A request that would go to prefill as `plan` says. `whole_s` is the predicted prefill of its whole prompt,
     cached or not: its place goes by that, since decode needs room for all of it. Who asks for more than the
@@ -88,7 +93,7 @@ def held_of(wanted: Wanted, plan: Placement, whole_s: float, usual: Limits) -> H
         arrived_at=arrived_at,
         due=ends_at + min(whole_s, BEHIND_SHARE * limit_s),
         deadline=ends_at,
-        bars=wanted.limits.tbt_s >= usual.tbt_s,
+        bars=may_bar(wanted.limits, usual),
         rescue_at=last_call if whole_s > LONG_SHARE * max(limit_s, usual.ttft_s) else math.inf,
     )
 
