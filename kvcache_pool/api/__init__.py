@@ -1,0 +1,51 @@
+"""What the KVCache pool promises. Read this first; nothing here does work.
+
+Two services. The *directory* knows which block is where and who is using it. A *segment* is one
+node's CPU memory, cut into slots of one block each.
+
+The life of a block:
+
+    Acquire ──> reserved ──Commit──> cached (named, found by Lookup) ──evicted──> free
+                   │                    ^   while a lease names it, it is never evicted
+                   └──Release/expiry──> free      (a reserved block that nobody committed)
+
+A block is visible only once committed, so several writers may compute the same block at once: the
+first commit gets the name, the others' copies stay private to their lease and go with it.
+"""
+
+from kvcache_pool.api.client import Directory, DirectoryLink
+from kvcache_pool.api.deadlines import ANNOUNCE_EVERY_S, DIRECTORY_S, LEASE_S, TRANSFER_S_MAX
+from kvcache_pool.api.directory import (
+    Acquire,
+    Announce,
+    Clear,
+    Cleared,
+    Commit,
+    Copy,
+    Discard,
+    Done,
+    Found,
+    GetStats,
+    Goodbye,
+    Grant,
+    Lease,
+    Lookup,
+    Place,
+    Release,
+    Renew,
+    Stats,
+    new_lease,
+)
+from kvcache_pool.api.errors import Corrupt, LeaseLost, PoolFull, Stale
+from kvcache_pool.api.mover import Mover, Priority
+from kvcache_pool.api.segment import ReadLayer, Runs, WriteLayer
+
+# fmt: off
+__all__ = [
+    "ANNOUNCE_EVERY_S", "DIRECTORY_S", "LEASE_S", "TRANSFER_S_MAX", "Acquire", "Announce", "Clear",
+    "Cleared", "Commit", "Copy", "Corrupt", "Directory", "DirectoryLink", "Discard", "Done",
+    "Found", "GetStats", "Goodbye", "Grant", "Lease", "LeaseLost", "Lookup", "Mover", "Place",
+    "PoolFull", "Priority", "ReadLayer", "Release", "Renew", "Runs", "Stale", "Stats", "WriteLayer",
+    "new_lease",
+]
+# fmt: on

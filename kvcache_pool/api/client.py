@@ -1,0 +1,100 @@
+"""The directory as others call it."""
+
+from collections.abc import Sequence
+
+from kvcache_pool.api.deadlines import DIRECTORY_S
+from kvcache_pool.api.directory import (
+    Acquire,
+    Clear,
+    Cleared,
+    Commit,
+    Discard,
+    Done,
+    Found,
+    GetStats,
+    Grant,
+    Lease,
+    Lookup,
+    Release,
+    Renew,
+    Stats,
+)
+from protocol.errors import PeerLost
+from protocol.ids import BlockHash, LeaseId
+from protocol.rpc import Client
+from protocol.transport import Transport
+
+
+class Directory:
+    """The client of the directory service: one method a message, each with its own deadline."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def lookup(self, blocks: list[BlockHash]) -> Found:
+        """What of a chain is cached, and where. Changes nothing."""
+        return await self._client.call(Lookup(blocks), Found, within_s=DIRECTORY_S)
+
+    async def acquire(self, ask: Acquire) -> Lease:
+        """Lease a prefix and room for the rest. Raises PoolFull."""
+        return await self._client.call(ask, Lease, within_s=DIRECTORY_S)
+
+    async def commit(self, lease: LeaseId, slots: list[int], blocks: list[BlockHash]) -> None:
+        """Publish written targets. Raises LeaseLost."""
+        await self._client.call(Commit(lease, slots, blocks), Done, within_s=DIRECTORY_S)
+
+    async def renew(self, lease: LeaseId) -> None:
+        """Extend a lease by LEASE_S from now. Raises LeaseLost."""
+        await self._client.call(Renew(lease), Done, within_s=DIRECTORY_S)
+
+    async def release(self, lease: LeaseId, prefix: Sequence[BlockHash] = ()) -> None:
+        """End a lease; ending one that is gone is no error. `prefix` counts as used now."""
+        await self._client.call(Release(lease, list(prefix)), Done, within_s=DIRECTORY_S)
+
+    async def discard(self, grants: list[Grant]) -> None:
+        """Forget blocks that could not be read as they were written."""
+        await self._client.call(Discard(grants), Done, within_s=DIRECTORY_S)
+
+    async def clear(self) -> int:
+        """Forget every block that no lease names; returns how many."""
+        return (await self._client.call(Clear(), Cleared, within_s=DIRECTORY_S)).blocks
+
+    async def stats(self) -> Stats:
+        """Counts of blocks."""
+        return await self._client.call(GetStats(), Stats, within_s=DIRECTORY_S)
+
+
+class DirectoryLink:
+    """The directory, wherever it is at the moment. Its address is heard from the registry and may change."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._client: Client | None = None
+
+    @property
+    def address(self) -> str:
+        """Of the current directory. Raises PeerLost while there is none."""
+        if self._client is None:
+            raise PeerLost("no directory is known")
+        return self._client.address
+
+    async def follow(self, address: str | None) -> None:
+        """Connect to `address` if that is news. Others may call at the same time: the last address counts."""
+        old = self._client
+        if old is not None and old.address == address:
+            return
+        self._client = None if address is None else Client(self._transport, address).start()
+        if old is not None:
+            await old.aclose()
+
+    def get(self) -> Directory:
+        """The client of the current directory. Raises PeerLost while there is none."""
+        if self._client is None:
+            raise PeerLost("no directory is known")
+        return Directory(self._client)
+
+    async def aclose(self) -> None:
+        """Disconnect; calls in flight fail with PeerLost."""
+        if self._client is not None:
+            client, self._client = self._client, None
+            await client.aclose()

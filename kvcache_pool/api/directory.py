@@ -1,0 +1,236 @@
+"""Messages of the directory: which block is where, and who may use it."""
+
+import uuid
+from dataclasses import field
+from enum import Enum
+from typing import NamedTuple
+
+from kvcache_pool.api.deadlines import LEASE_S
+from protocol.blocks import BlockLayout
+from protocol.ids import BlockHash, Incarnation, LeaseId, SegmentId
+from protocol.message import Message
+
+
+class Place(Message):
+    """Where a segment is and how to reach its bytes."""
+
+    segment: SegmentId
+    incarnation: Incarnation
+    address: str
+    """Its service, for readers and writers on other hosts."""
+    host: str
+    shm: str
+    """Path of its shared memory file, for those on the same host."""
+    slots: int
+    layout: BlockLayout
+
+
+class Announce(Message):
+    """A segment tells the directory that it is there, every ANNOUNCE_EVERY_S. Answered by Done."""
+
+    place: Place
+    generation: int = 0
+    """The highest that any slot has seen: a directory that is new to this segment begins far above it."""
+
+
+class Goodbye(Message):
+    """A segment ends in good order: its blocks leave the index. Answered by Done."""
+
+    segment: SegmentId
+    incarnation: Incarnation
+
+
+class Lookup(Message):
+    """How much of this chain of blocks is cached, and where? Changes nothing. Answered by Found."""
+
+    blocks: list[BlockHash]
+
+
+class Found(Message):
+    """The longest unbroken prefix, in blocks."""
+
+    reach: int
+    """Over all segments together: what the pool can serve."""
+    held: dict[str, int]
+    """Of each segment that has the first block: how far the chain goes in that segment alone."""
+
+
+class Grant(NamedTuple):
+    """A row. The right to read or write one slot, as long as the lease lasts."""
+
+    segment: SegmentId
+    slot: int
+    generation: int
+
+
+class Acquire(Message):
+    """Lease the cached prefix of a prompt, and room for the rest. Answered by Lease; or PoolFull.
+
+    All or nothing; a second ask under the name of a living lease is refused. `blocks` names the prompt's
+    full blocks in order. At most the first `reuse` are taken from the cache (fewer if some went since the
+    lookup); each of the others, and `unnamed` more (the tail), gets a free slot, in the segment `near` if
+    that has room.
+    """
+
+    lease: LeaseId
+    """Chosen by the asker, unlike any other (`new_lease`): so it can release what it never heard it got."""
+    owner: str
+    """The request, for the ledger."""
+    blocks: list[BlockHash]
+    reuse: int
+    unnamed: int
+    near: SegmentId | None
+    lease_s: float = LEASE_S
+    copies: int = 0
+    """At most so many blocks of the cached prefix that `near` lacks get a slot there too, the first of them, as
+    room and budget allow. The asker, who loads them anyway, writes them there: so a hot prefix spreads."""
+
+
+def new_lease() -> LeaseId:
+    """A name for a lease that nobody has used."""
+    return LeaseId(uuid.uuid4().hex)
+
+
+class Copy(Message):
+    """Room in the segment `near` for one more copy of `sources[source]` of the lease."""
+
+    source: int
+    target: Grant
+
+
+class Lease(Message):
+    """`sources` hold KV (the cached prefix), `targets` wait for it, in the order of the prompt."""
+
+    lease: LeaseId
+    sources: list[Grant]
+    targets: list[Grant]
+    places: list[Place]
+    """Of every segment that a grant names."""
+    copies: list[Copy] = field(default_factory=list)
+    """What was granted of the copies that were asked for, in the order of the prompt."""
+
+
+class Commit(Message):
+    """Targets are written: publish them under their names. Answered by Done; or LeaseLost.
+
+    `slots[i]` gets `blocks[i]`: an index into `targets`, and then `copies`. Committing twice changes nothing.
+    """
+
+    lease: LeaseId
+    slots: list[int]
+    blocks: list[BlockHash]
+
+
+class Renew(Message):
+    """Extend a lease from now. Answered by Done; or LeaseLost."""
+
+    lease: LeaseId
+    lease_s: float = LEASE_S
+
+
+class Release(Message):
+    """End a lease: committed blocks stay cached, the others are freed. Answered by Done, also if it is gone."""
+
+    lease: LeaseId
+    prefix: list[BlockHash] = field(default_factory=list)
+    """What comes before the lease's blocks, in order: it counts as used now too, and as used after them, so
+    that the end of a chain is evicted before its beginning."""
+
+
+class Discard(Message):
+    """A reader found these blocks bad (checksum, or not readable): forget them. Answered by Done."""
+
+    grants: list[Grant]
+
+
+class Clear(Message):
+    """Forget every block that no lease names. Answered by Cleared."""
+
+
+class Cleared(Message):
+    blocks: int
+
+
+class PinKind(Enum):
+    """How hard a pinned block is held."""
+
+    SOFT = "soft"
+    """Evicted only when nothing else is left to evict."""
+    HARD = "hard"
+    """Never evicted. It counts as taken: a pool full of hard pins has no room."""
+
+
+class Pin(Message):
+    """Keep these cached blocks, until `for_s` is over or an Unpin. Answered by Counted: how many blocks of the
+    unbroken prefix are pinned now; the others are not cached, or (hard pins) would exceed what may be pinned."""
+
+    blocks: list[BlockHash]
+    kind: PinKind
+    for_s: float
+
+
+class Unpin(Message):
+    """These blocks are evicted as all others again. Answered by Counted: how many had been pinned."""
+
+    blocks: list[BlockHash]
+
+
+class Remove(Message):
+    """Forget these blocks, wherever they are, pinned or not; not those that a lease names. Answered by Counted."""
+
+    blocks: list[BlockHash]
+
+
+class Counted(Message):
+    """Of how many blocks it was true."""
+
+    blocks: int
+
+
+class GetSegments(Message):
+    """Answered by Segments."""
+
+
+class SegmentStats(NamedTuple):
+    """A row. One segment's blocks: free + cached + reserved == total, with `total` among its place's facts."""
+
+    segment: SegmentId
+    incarnation: Incarnation
+    host: str
+    total: int
+    free: int
+    cached: int
+    leased: int
+    pinned: int
+    copies: int
+
+
+class Segments(Message):
+    """Every segment that is there, in the order of joining."""
+
+    segments: list[SegmentStats]
+
+
+class GetStats(Message):
+    """Answered by Stats."""
+
+
+class Stats(Message):
+    """Counts of blocks over all segments. free + cached + reserved == total."""
+
+    total: int
+    free: int
+    cached: int
+    reserved: int
+    """Given to a lease and not committed."""
+    leased: int
+    """Cached and named by a lease."""
+    leases: int
+    evicted: int
+    """Since the start."""
+    copies: int
+    """Cached or reserved in one segment as copies of what another has; in `cached` and `reserved` too."""
+
+
+class Done(Message):
+    """It is done."""

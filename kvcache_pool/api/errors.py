@@ -1,0 +1,27 @@
+"""What the KVCache pool refuses, and why."""
+
+from protocol.errors import RemoteError
+
+
+class PoolFull(RemoteError):
+    """No room, even after evicting all that no lease names."""
+
+    kind = "pool_full"
+
+
+class LeaseLost(RemoteError):
+    """The lease ended (released, expired, or its owner was given up); its blocks may be somebody else's."""
+
+    kind = "lease_lost"
+
+
+class Stale(RemoteError):
+    """A slot has another generation than the grant says: it was reused. Nothing was read or written."""
+
+    kind = "stale"
+
+
+class Corrupt(RemoteError):
+    """A run's bytes do not have the checksum that was stored with them."""
+
+    kind = "corrupt"

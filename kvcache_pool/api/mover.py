@@ -1,0 +1,68 @@
+"""What moves KV between an engine's memory and segments."""
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache_pool.api.directory import Grant, Place
+
+
+class Priority(Enum):
+    """Which transfer goes first when several wait: what a request waits for, before what only warms the cache."""
+
+    LOAD = "load"
+    STORE = "store"
+    WRITE_BACK = "write_back"
+
+
+class Mover(Protocol):
+    """Moves runs between an engine's memory and segments, by whatever path reaches them. Handed to services.
+
+    `out` and `source` are one layer of an engine's pages as bytes, shape [pages, run_bytes]; the run of
+    `grants[i]` belongs to row `pages[i]`. At most one copy in and one copy out on one host.
+    """
+
+    def know(self, places: Sequence[Place]) -> None:
+        """Learn where segments are. Must be told of every segment that a later grant names."""
+        ...
+
+    async def read(
+        self,
+        layer: int,
+        grants: Sequence[Grant],
+        out: npt.NDArray[np.uint8],
+        pages: Sequence[int],
+        priority: Priority,
+    ) -> int:
+        """Copy runs into pages. Returns how many leading runs are good: checksum and generation verified.
+
+        Pages from that number on hold garbage. A segment that cannot be reached makes its runs bad; nothing is
+        raised but cancellation.
+        """
+        ...
+
+    async def write(
+        self,
+        layer: int,
+        grants: Sequence[Grant],
+        source: npt.NDArray[np.uint8],
+        pages: Sequence[int],
+        priority: Priority,
+    ) -> None:
+        """Copy runs out of pages, with their checksums. Raises Stale, Corrupt (changed on the way), PeerLost or
+        DeadlineExceeded."""
+        ...
+
+    async def write_blocks(
+        self, grants: Sequence[Grant], blocks: Sequence[npt.NDArray[np.uint8]], priority: Priority
+    ) -> None:
+        """As `write`, for blocks that are complete in all layers, each [layers, run_bytes]: one visit to a copying
+        thread, where a write for each layer costs the event loop one each."""
+        ...
+
+    async def aclose(self) -> None:
+        """Unmap memory and close connections."""
+        ...
