@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ARCHITECTURE_LINES_MAX = 200
 CONTRACTS = sorted(
     path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
-    for path in [*(ROOT / "protocol").glob("*.py"), *ROOT.glob("*/api.py")]
+    for path in [*(ROOT / "protocol").glob("*.py"), *ROOT.glob("*/api.py"), *ROOT.glob("*/api/*.py")]
     if path.name != "__init__.py"
 )
 SECTIONS = {
