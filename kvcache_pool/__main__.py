@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kvcache_pool.config import KVCacheConfig
 from kvcache_pool.index import Index
-from kvcache_pool.segment import Geometry, Segment
+from kvcache_pool.segment import Geometry, Segment, reclaim
 from kvcache_pool.service import DirectoryService, SegmentService, announce, place_of
 from protocol.cluster import Manifest
 from protocol.errors import PeerLost
@@ -23,6 +23,9 @@ from protocol.zmq_transport import ZmqTransport
 MANIFEST_S = 120.0
 """How long to wait for the Conductor, which may have a large model to read before it answers."""
 
+RECLAIM_AFTER_S = 30.0
+"""How long the memory of others who were killed waits for their next life, unless room is wanted at once."""
+
 log = logging.getLogger("dango.kvcache")
 
 
@@ -34,9 +37,11 @@ async def serve(config: KVCacheConfig) -> None:
         geometry = Geometry.within(manifest.layout, config.size_bytes)
         segment = Segment(SegmentId(config.instance), new_incarnation(), geometry)
         try:
-            segment.memory.self_test()
-            mebibytes = geometry.file_bytes >> 20
-            log.info("memory for %d blocks, %d MiB", geometry.slots, mebibytes, extra={"path": segment.path})
+            if not segment.adopted:
+                segment.memory.self_test()
+            said = "memory for %d blocks, %d MiB%s"
+            whence = ", taken over from an earlier life" if segment.adopted else ""
+            log.info(said, geometry.slots, geometry.file_bytes >> 20, whence, extra={"path": segment.path})
             await _serve(transport, config, manifest, segment)
         finally:
             segment.close()
@@ -62,8 +67,13 @@ async def _serve(transport: Transport, config: KVCacheConfig, manifest: Manifest
         if directory is not None:
             await directory.sweep()
 
+    async def tidy(_: str) -> None:
+        await asyncio.sleep(RECLAIM_AFTER_S)
+        for path in reclaim():
+            log.warning("removed %s, whose owner is dead and has not come back", path)
+
     handlers = bytes_service.handlers() | (directory.handlers() if directory is not None else {})
-    work = Work(handlers, directory.load if directory is not None else Load, heard, (tell, sweep))
+    work = Work(handlers, directory.load if directory is not None else Load, heard, (tell, sweep, tidy))
     role = Role(Pool.KVCACHE, config.instance, segment.incarnation, host, manifest, config.directory)
     try:
         await run_instance(transport, role, work, listen=config.listen, conductor=config.conductor)

@@ -16,7 +16,7 @@ them takes the place of a block that nobody else has. When the others are gone i
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvcache_pool.api import Acquire, Copy, Found, Grant, Lease, LeaseLost, Place, PoolFull, Stats
+from kvcache_pool.api import Acquire, Copy, Found, Grant, Lease, LeaseLost, Note, Place, PoolFull, Stats
 from kvcache_pool.config import KVCacheConfig
 from kvcache_pool.leases import QUARANTINE_S, Claim, Leases
 from kvcache_pool.slots import Block, Slots
@@ -59,6 +59,28 @@ class Index:
         self._segments[place.segment] = Slots(place, now, int(self._copies_share * place.slots))
         self._generation = max(self._generation, generation) + GENERATIONS_A_JOIN
         return True
+
+    def news(self, segment: SegmentId, noted: int) -> tuple[list[Note], int]:
+        """What a segment has yet to note down of its slots, after that number; and the number of the last."""
+        return self._segments[segment].news.since(noted)
+
+    def adopt(self, segment: SegmentId, incarnation: Incarnation, notes: Sequence[Note]) -> int:
+        """A segment that has just joined holds these blocks, the first to be evicted first. Returns how many are
+        cached by this: not those whose slot has a new use already, nor a name that the segment has already."""
+        slots = self._segments.get(segment)
+        if slots is None or slots.place.incarnation != incarnation:
+            return 0
+        good: dict[bytes, Note] = {}
+        for note in notes:
+            old = 0 < note.generation <= self._generation - GENERATIONS_A_JOIN
+            if old and segment not in self._replicas.get(BlockHash(note.name), ()):
+                good[note.name] = note
+        blocks = slots.adopt([*good.values()])
+        for block in blocks:
+            assert block.name is not None
+            self._replicas.setdefault(block.name, {})[segment] = block
+            slots.idle.touch(block)
+        return len(blocks)
 
     def leave(self, segment: SegmentId, incarnation: Incarnation) -> bool:
         """A segment is gone: its blocks leave the index; leases keep their other blocks."""
@@ -206,6 +228,7 @@ class Index:
         if first is block:
             block.name = name
             block.home.cached += 1
+            block.home.news.tell(block.grant, name)
             if block.copy and len(replicas) == 1:
                 block.home.keep(block)
         elif first.leases == 0:
@@ -300,6 +323,7 @@ class Index:
                 last.home.keep(last)
         block.name = None
         block.home.cached -= 1
+        block.home.news.tell(block.grant, b"")
 
     # -- counting -----------------------------------------------------------------------------------
 

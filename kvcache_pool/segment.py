@@ -1,10 +1,10 @@
 """A segment: the memory of one node, as a file in /dev/shm that every process of the host can map.
 
-    0            page                                                              size
-    ┌──────────┬──────────────────┬───────────────────────┬────────┬────────┬─────┐
-    │ header   │ generations      │ checksums             │ slot 0 │ slot 1 │ ... │   each part page aligned
-    │          │ uint64 [slots]   │ uint64 [slots, layers]│ runs of layer 0, 1, ..│
-    └──────────┴──────────────────┴───────────────────────┴────────┴────────┴─────┘
+    0            page                                                                          size
+    ┌──────────┬──────────────────┬───────────────────────┬────────────┬────────┬────────┬─────┐
+    │ header   │ generations      │ checksums             │ notes      │ slot 0 │ slot 1 │ ... │  each part
+    │          │ uint64 [slots]   │ uint64 [slots, layers]│ NOTE[slots]│ runs of layer 0, 1, ..│  page aligned
+    └──────────┴──────────────────┴───────────────────────┴────────────┴────────┴────────┴─────┘
 
 Why nobody ever reads a wrong byte, without a lock between processes. The directory gives each use of a slot
 a generation `g`, greater than all before. A checksum is XXH3 over a run, *seeded with g*.
@@ -19,17 +19,22 @@ A late writer with a lower g is refused at the table. One that was past the tabl
 another either writes bytes that do not fit the newer checksum, or a checksum of an older seed: the
 reader notices both. Copy and hash run over one run at a time, while it is in the processor's cache.
 
+The notes say which block each slot holds, as far as its owner has heard from the directory. They are what a new
+directory, or the next life of a killed owner, begins with (`noted`). A note is good only while the slot has the
+generation that it names, and no note is proof of any bytes: those have their checksums.
+
 The owner holds an exclusive flock on the file for life, so that a later start can tell the leavings of a
-killed process (the lock can be taken: unlinked) from a living one's memory (never touched).
+killed process (the lock can be taken) from a living one's memory (never touched). Its own leavings it takes over
+with all they hold, if they have the shape that it wants; others' are unlinked.
 `multiprocessing.shared_memory` is not used: its tracker unlinks memory that it only attached to.
 """
 
-import contextlib
 import fcntl
 import mmap
 import os
 import re
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,23 +42,32 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvcache_pool.api import Corrupt, Stale
+from kvcache_pool.api import Corrupt, Note, Stale
 from protocol.blocks import BlockLayout
-from protocol.ids import Incarnation, SegmentId
+from protocol.ids import BLOCK_HASH_BYTES, Incarnation, SegmentId
 
 SHM = Path("/dev/shm")
 """Where Linux keeps shared memory."""
 
 MAGIC = b"DANGOSEG"
-FORMAT = 1
+FORMAT = 2
 """Raised when the file's layout changes; a process of another version then refuses to attach."""
 
 CREATE_TRIES = 8
 """Each needs another process to start within the same microseconds."""
 
 PAGE_BYTES = 4096
+SHAPE_BYTES = struct.calcsize("<8sI4I16sQ")
 HEADER = struct.Struct("<8sI4I16sQ64s")
 """Magic, format, layers, kv_heads, head_dim, block_tokens, kv_type, slots, incarnation."""
+NAME_AT, NAME_BYTES = HEADER.size, 64
+"""Where the segment's name lies in the header page."""
+
+NAME = BLOCK_HASH_BYTES
+"""Bytes of a block's name."""
+NOTE = np.dtype([("generation", "<u8"), ("check", "<u8"), ("name", "u1", (NAME,))])
+"""Which block a slot holds: the generation it was written with, and its name. `check` is a checksum of both:
+a note may be half written when the power fails."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -74,8 +88,12 @@ class Geometry:
         return self.generations_at + _aligned(8 * self.slots)
 
     @property
-    def runs_at(self) -> int:
+    def notes_at(self) -> int:
         return self.checksums_at + _aligned(8 * self.slots * self.layout.layers)
+
+    @property
+    def runs_at(self) -> int:
+        return self.notes_at + _aligned(NOTE.itemsize * self.slots)
 
     @property
     def slot_bytes(self) -> int:
@@ -89,8 +107,8 @@ class Geometry:
     @staticmethod
     def within(layout: BlockLayout, size_bytes: int) -> "Geometry":
         """As many slots as fit `size_bytes`, tables included. Raises ValueError if that is none."""
-        a_slot = _aligned(layout.block_bytes) + 8 * (1 + layout.layers)
-        slots = (size_bytes - 3 * PAGE_BYTES) // a_slot
+        a_slot = _aligned(layout.block_bytes) + 8 * (1 + layout.layers) + NOTE.itemsize
+        slots = (size_bytes - 4 * PAGE_BYTES) // a_slot
         if slots < 1:
             raise ValueError(f"a segment of {size_bytes} bytes has no room for one block of {layout.block_bytes}")
         return Geometry(layout, slots)
@@ -115,6 +133,7 @@ class Memory:
         memory = mmap.mmap(file, geometry.file_bytes)
         self.generations = np.ndarray((slots,), np.uint64, memory, geometry.generations_at)
         self.checksums = np.ndarray((slots, layout.layers), np.uint64, memory, geometry.checksums_at)
+        self.notes = np.ndarray((slots,), NOTE, memory, geometry.notes_at)
         self.runs: Bytes = np.ndarray(
             (slots, layout.layers, layout.run_bytes),
             np.uint8,
@@ -149,6 +168,27 @@ class Memory:
         current = self._generation(slot)
         if current != generation:
             raise Stale(f"slot {slot} has generation {current}, and the grant {generation}")
+
+    def note(self, note: Note) -> None:
+        """The slot holds this block now, or (without a name) nothing to be found. Raises ValueError."""
+        if not 0 <= note.slot < self.geometry.slots or len(note.name) not in (0, NAME):
+            raise ValueError(f"no note of a segment with {self.geometry.slots} slots: {note}")
+        row = self.notes[note.slot]
+        row["generation"] = 0
+        if note.name:
+            row["name"] = np.frombuffer(note.name, np.uint8)
+            row["check"] = xxhash.xxh3_64_intdigest(note.name, note.generation)
+            row["generation"] = note.generation
+
+    def noted(self) -> list[Note]:
+        """The notes that are good, the block that was written first of all first."""
+        current = np.flatnonzero((self.notes["generation"] == self.generations) & (self.generations != 0))
+        notes = [
+            Note(int(slot), int(row["generation"]), row["name"].tobytes())
+            for slot, row in zip(current, self.notes[current], strict=True)
+            if int(row["check"]) == xxhash.xxh3_64_intdigest(row["name"].tobytes(), int(row["generation"]))
+        ]
+        return sorted(notes, key=lambda note: note.generation)
 
     def self_test(self) -> None:
         """Write a run and read it back; to be called before anybody has a grant. Raises Corrupt."""
@@ -190,17 +230,30 @@ class Segment:
     """The owner's end of a segment. Owns the file, its lock and its name until `close`."""
 
     def __init__(
-        self, segment: SegmentId, incarnation: Incarnation, geometry: Geometry, folder: Path = SHM
+        self,
+        segment: SegmentId,
+        incarnation: Incarnation,
+        geometry: Geometry,
+        folder: Path = SHM,
+        *,
+        keep: bool = False,
     ) -> None:
-        """Create it, after removing what killed owners left. Raises OSError naming what is missing."""
-        reclaim(folder)
-        _require_room(folder, geometry.file_bytes)
+        """Take over what a killed (or, with `keep`, an earlier) owner of this name left, or create it. With `keep`
+        the file outlives its owner. Raises OSError naming what is missing."""
         self.segment = segment
         self.incarnation = incarnation
-        self._file, self.path = _create(folder / f"{_prefix()}{_plain(segment)}-{_plain(incarnation)}")
+        self._keep = keep
+        wanted = folder / f"{_prefix()}{_plain(segment)}-{_plain(incarnation)}"
+        left = _left_by(segment, folder, geometry)
+        self.adopted = left is not None
+        """Whether it holds what an earlier owner left."""
+        if left is None:
+            _require_room(folder, geometry.file_bytes)
+        self._file, self.path = _create(wanted) if left is None else _renamed(left, wanted)
         try:
             os.posix_fallocate(self._file, 0, geometry.file_bytes)
             os.pwrite(self._file, geometry.header(incarnation), 0)
+            os.pwrite(self._file, _name_field(segment), NAME_AT)
             self.memory = Memory(self._file, geometry)
         except BaseException:
             self.close()
@@ -211,10 +264,21 @@ class Segment:
         """The highest generation that any slot has seen."""
         return int(self.memory.generations.max())
 
+    def note(self, note: Note) -> None:
+        """See Memory.note."""
+        self.memory.note(note)
+
+    def noted(self) -> list[Note]:
+        """See Memory.noted."""
+        return self.memory.noted()
+
     def close(self) -> None:
-        """Take the file's name away; those who have it mapped keep their memory. Twice is no error."""
+        """Take the file's name away, unless it is to be kept; those who have it mapped keep their memory. Twice is
+        no error."""
         if self._file >= 0:
-            self.path.unlink(missing_ok=True)
+            if not self._keep:
+                self.path.unlink(missing_ok=True)
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # the mapping has the file open too, for as long as it is viewed
             os.close(self._file)
             self._file = -1
 
@@ -227,16 +291,57 @@ def checksum(run: Bytes, generation: int) -> int:
 def reclaim(folder: Path = SHM) -> list[Path]:
     """Remove this user's segments whose owners are dead. Returns them."""
     removed = []
-    for path in sorted(folder.glob(f"{_prefix()}*")):
-        with contextlib.suppress(OSError):  # gone meanwhile, or its owner lives
-            file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-                removed.append(path)
-            finally:
-                os.close(file)
+    for file, path in _ownerless(folder):
+        path.unlink()
+        os.close(file)
+        removed.append(path)
     return removed
+
+
+def _ownerless(folder: Path) -> Iterator[tuple[int, Path]]:
+    """This user's segments whose owners are dead, locked. The caller closes them."""
+    for path in sorted(folder.glob(f"{_prefix()}*")):
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:  # gone meanwhile, or a link
+            continue
+        if _locked(file):
+            yield file, path
+        else:  # its owner lives
+            os.close(file)
+
+
+def _left_by(segment: SegmentId, folder: Path, geometry: Geometry) -> tuple[int, Path] | None:
+    """What an earlier owner of this name left, if it has the wanted shape; the rest of what it left is removed."""
+    found: tuple[int, Path] | None = None
+    for file, path in _ownerless(folder):
+        if os.pread(file, NAME_BYTES, NAME_AT) != _name_field(segment):
+            os.close(file)
+        elif found is None and _has_shape(file, geometry):
+            found = file, path
+        else:
+            path.unlink()
+            os.close(file)
+    return found
+
+
+def _has_shape(file: int, geometry: Geometry) -> bool:
+    shape = geometry.header(Incarnation(""))[:SHAPE_BYTES]
+    return os.fstat(file).st_size == geometry.file_bytes and os.pread(file, SHAPE_BYTES, 0) == shape
+
+
+def _renamed(left: tuple[int, Path], wanted: Path) -> tuple[int, Path]:
+    file, path = left
+    return file, path.rename(wanted)
+
+
+def _locked(file: int) -> bool:
+    """Take the lock that an owner holds for life. False if another has it, or if the file has no name any more."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return os.fstat(file).st_nlink > 0
 
 
 def _create(wanted: Path) -> tuple[int, Path]:
@@ -244,10 +349,8 @@ def _create(wanted: Path) -> tuple[int, Path]:
     for attempt in range(CREATE_TRIES):
         path = wanted.with_name(f"{wanted.name}.{attempt}") if attempt else wanted
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(file).st_nlink:
-                return file, path
+        if _locked(file):
+            return file, path
         os.close(file)  # in the moment before the lock, another start took it for a dead owner's and removes it
     raise OSError(f"{wanted} was taken away {CREATE_TRIES} times before it could be locked")
 
@@ -255,10 +358,22 @@ def _create(wanted: Path) -> tuple[int, Path]:
 def _require_room(folder: Path, wanted: int) -> None:
     """For a sentence with both numbers. Then all of it is claimed: in a sparse file, a lack of memory would
     show only at the first touch of a page, as a bus error that ends whoever touches it."""
+    if _free(folder) < wanted and folder == SHM:
+        reclaim(folder)  # at once; where there is room, what others left waits for their next life
+    if (free := _free(folder)) < wanted:
+        raise OSError(
+            f"{folder} has {free} bytes free, and the segment needs {wanted}: "
+            f"give it less (size_bytes) or make {folder} larger (mount -o remount,size=... {folder})"
+        )
+
+
+def _free(folder: Path) -> int:
     room = os.statvfs(folder)
-    free = room.f_bavail * room.f_frsize
-    if free < wanted:
-        raise OSError(f"{folder} has {free} bytes free, and the segment needs {wanted}")
+    return room.f_bavail * room.f_frsize
+
+
+def _name_field(segment: SegmentId) -> bytes:
+    return segment.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
 
 
 def _prefix() -> str:

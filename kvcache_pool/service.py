@@ -6,7 +6,7 @@ time and logging are here; rules are not.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -15,11 +15,15 @@ import numpy as np
 from kvcache_pool.api import (
     ANNOUNCE_EVERY_S,
     DIRECTORY_S,
+    NOTES_MAX,
     Acquire,
     Announce,
+    Announced,
+    Catalogue,
     Clear,
     Cleared,
     Commit,
+    Counted,
     Discard,
     Done,
     Found,
@@ -27,6 +31,7 @@ from kvcache_pool.api import (
     Goodbye,
     Lease,
     Lookup,
+    Note,
     Place,
     Priority,
     ReadLayer,
@@ -42,6 +47,7 @@ from kvcache_pool.segment import Segment
 from kvcache_pool.transfer.copiers import Copiers, hops
 from protocol.call import Answer
 from protocol.errors import BadMessage, DangoError
+from protocol.ids import BLOCK_HASH_BYTES
 from protocol.message import Message
 from protocol.pause import sleep_unless_paused
 from protocol.registry import Load
@@ -79,6 +85,7 @@ class DirectoryService:
                 at_once(Clear, self._clear),
                 at_once(GetStats, self._stats),
                 at_once(Announce, self._announce),
+                at_once(Catalogue, self._catalogue),
                 at_once(Goodbye, self._goodbye),
             ]
         )
@@ -118,6 +125,7 @@ class DirectoryService:
             raise BadMessage(str(error)) from error
 
     def _commit(self, message: Commit) -> Done:
+        _require_names(message.blocks)
         try:
             self._index.commit(message.lease, message.slots, message.blocks, _now())
         except ValueError as error:
@@ -145,12 +153,22 @@ class DirectoryService:
     def _stats(self, _message: GetStats) -> Stats:
         return self._index.stats()
 
-    def _announce(self, message: Announce) -> Done:
+    def _announce(self, message: Announce) -> Announced:
         if message.place.slots < 1 or message.generation < 0:
             raise BadMessage(f"segment {message.place.segment} announces {message.place.slots} slots")
-        if self._index.announce(message.place, message.generation, _now()):
+        joined = self._index.announce(message.place, message.generation, _now())
+        if joined:
             log.info("segment %s joins with %d blocks", message.place.segment, message.place.slots)
-        return Done()
+        news, number = self._index.news(message.place.segment, 0 if joined else message.noted)
+        return Announced(joined, news, number)
+
+    def _catalogue(self, message: Catalogue) -> Counted:
+        if len(message.notes) > NOTES_MAX:
+            raise BadMessage(f"a catalogue comes in parts of at most {NOTES_MAX} notes")
+        _require_names(note.name for note in message.notes)
+        count = self._index.adopt(message.segment, message.incarnation, message.notes)
+        log.info("segment %s brings %d blocks, of %d noted", message.segment, count, len(message.notes))
+        return Counted(count)
 
     def _goodbye(self, message: Goodbye) -> Done:
         if self._index.leave(message.segment, message.incarnation):
@@ -227,24 +245,34 @@ def place_of(segment: Segment, address: str, host: str) -> Place:
     )
 
 
-class Announced(Protocol):
-    """What a segment tells of itself."""
+class Catalogued(Protocol):
+    """What a segment tells of itself, and notes down."""
 
     @property
     def generation(self) -> int:
         """The highest that any of its slots has seen."""
         ...
 
+    def note(self, note: Note) -> None:
+        """Note down what a slot holds."""
+        ...
+
+    def noted(self) -> list[Note]:
+        """What is noted down and still true, the first to be evicted first."""
+        ...
+
 
 async def announce(
-    segment: Announced,
+    segment: Catalogued,
     place: Place,
     transport: Transport,
     directory: Callable[[], str | None],
     every_s: float = ANNOUNCE_EVERY_S,
 ) -> None:
-    """Tell whichever directory there is that the segment is there, until cancelled; then say goodbye."""
+    """Tell whichever directory there is that the segment is there, until cancelled; then say goodbye. To one that
+    has not known it, tell what the segment holds."""
     client: Client | None = None
+    noted = 0
     try:
         while True:
             address = directory()
@@ -255,13 +283,29 @@ async def announce(
                 client = Client(transport, address).start()
             if client is not None:
                 with _unreachable(client.address):
-                    await client.call(Announce(place, segment.generation), Done, within_s=DIRECTORY_S)
+                    noted = await announce_once(client, segment, place, noted)
             await asyncio.sleep(every_s)
     finally:
         if client is not None:
             if client.address != place.address:  # our own directory ends with us
                 await _say_goodbye(client, place)
             await client.aclose()
+
+
+async def announce_once(client: Client, segment: Catalogued, place: Place, noted: int) -> int:
+    """One announcement, and what its answer asks for. Returns the number of the last news that are noted down."""
+    answer = await client.call(Announce(place, segment.generation, noted), Announced, within_s=DIRECTORY_S)
+    if answer.joined:
+        notes = segment.noted()
+        for start in range(0, len(notes), NOTES_MAX):
+            part = Catalogue(place.segment, place.incarnation, notes[start : start + NOTES_MAX])
+            await client.call(part, Counted, within_s=DIRECTORY_S)
+    try:
+        for note in answer.news:
+            segment.note(note)
+    except ValueError as error:
+        raise BadMessage(f"{client.address} tells news of another segment: {error}") from error
+    return answer.number
 
 
 async def _say_goodbye(client: Client, place: Place) -> None:
@@ -279,6 +323,11 @@ def _unreachable(address: str) -> Iterator[None]:
         yield
     except DangoError as error:
         log.warning("the directory at %s does not answer: %s", address, error)
+
+
+def _require_names(names: Iterable[bytes]) -> None:
+    if any(len(name) != BLOCK_HASH_BYTES for name in names):
+        raise BadMessage(f"a block's name has {BLOCK_HASH_BYTES} bytes")
 
 
 def _require_lease_s(lease_s: float) -> None:

@@ -1,9 +1,11 @@
 """The slots of one segment: which are free, and what the others hold. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvcache_pool.api import Grant, Place
+from kvcache_pool.api import Grant, Note, Place
 from kvcache_pool.eviction import LeastRecent
+from kvcache_pool.news import News
 from protocol.ids import BlockHash
 
 
@@ -32,7 +34,7 @@ class Slots:
 
     Owns its free list and the blocks in the other slots. Always: free + used == place.slots, `idle` holds
     exactly the cached blocks that no lease names, and at most `copies_max` blocks are copies. Mutates: take,
-    give, keep.
+    adopt, give, keep.
     """
 
     place: Place
@@ -46,6 +48,8 @@ class Slots:
     """Blocks that are copies, committed or not."""
     idle: LeastRecent[Block] = field(default_factory=LeastRecent)
     used: dict[int, Block] = field(default_factory=dict)
+    news: News = field(default_factory=News)
+    """What the segment has yet to note down."""
 
     def __post_init__(self) -> None:
         self._free = list(range(self.place.slots - 1, -1, -1))  # taken from the end: low numbers first
@@ -72,6 +76,20 @@ class Slots:
         self.used[slot] = block
         self.copies += copy
         return block
+
+    def adopt(self, notes: Sequence[Note]) -> list[Block]:
+        """Put free slots to the use that they have been noted for, cached; the others' notes are old. O(slots)."""
+        free = set(self._free)
+        taken = {note.slot: note for note in reversed(notes) if note.slot in free}
+        self._free = [slot for slot in self._free if slot not in taken]
+        blocks = [
+            Block(self, Grant(self.place.segment, note.slot, note.generation), BlockHash(note.name))
+            for note in notes
+            if taken.get(note.slot) is note
+        ]
+        self.used.update((block.grant.slot, block) for block in blocks)
+        self.cached += len(blocks)
+        return blocks
 
     def give(self, block: Block) -> None:
         """The slot holds nothing any more."""

@@ -25,11 +25,13 @@ Incarnation = NewType("Incarnation", str)
 SegmentId = NewType("SegmentId", str)
 """The name of a KVCache pool instance's memory; equal to its instance's id."""
 
+BLOCK_HASH_BYTES = 32
+
 LeaseId = NewType("LeaseId", str)
 """One time-limited claim on blocks."""
 
 BlockHash = NewType("BlockHash", bytes)
-"""32 bytes of SHA-256: what a block holds and what went before it."""
+"""BLOCK_HASH_BYTES of SHA-256: what a block holds and what went before it."""
 
 
 def token_ids(tokens: Iterable[int] = ()) -> Ids:

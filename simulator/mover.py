@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_pool.api import Grant, Place, Priority, Stale
+from kvcache_pool.api import Grant, Note, Place, Priority, Stale
 from protocol.errors import PeerLost
 from protocol.ids import Incarnation, SegmentId
 
@@ -51,6 +51,7 @@ class SimSegment:
     host: str
     generation: int = 0
     alive: bool = True
+    notes: dict[int, Note] = field(default_factory=dict)
     generations: "list[array[int]]" = field(init=False)
     """Of each layer, by slots. Not numpy's: most transfers are of a few blocks."""
     prints: "list[array[int]]" = field(init=False)
@@ -59,6 +60,22 @@ class SimSegment:
     def __post_init__(self) -> None:
         self.generations = [_zeros(self.slots) for _ in range(self.layers)]
         self.prints = [_zeros(self.slots) for _ in range(self.layers)]
+
+    def note(self, note: Note) -> None:
+        """What a slot holds, for the next directory."""
+        if note.name:
+            self.notes[note.slot] = note
+        else:
+            self.notes.pop(note.slot, None)
+
+    def noted(self) -> list[Note]:
+        """The notes that are still true, the block that was written first of all first."""
+        true = [
+            note
+            for note in self.notes.values()
+            if all(generations[note.slot] == note.generation for generations in self.generations)
+        ]
+        return sorted(true, key=lambda note: note.generation)
 
     def get(self, layer: int, grants: Sequence[Grant]) -> list[int]:
         """The fingerprints of the leading runs that have the right generation."""

@@ -54,6 +54,7 @@ PURE = {
     "decode_pool/schedule.py",
     "kvcache_pool/index.py",
     "kvcache_pool/leases.py",
+    "kvcache_pool/news.py",
     "kvcache_pool/eviction.py",
     "kvcache_pool/slots.py",
     "engine/architecture.py",

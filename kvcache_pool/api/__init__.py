@@ -16,24 +16,36 @@ first commit gets the name, the others' copies stay private to their lease and g
 from kvcache_pool.api.client import Directory, DirectoryLink
 from kvcache_pool.api.deadlines import ANNOUNCE_EVERY_S, DIRECTORY_S, LEASE_S, TRANSFER_S_MAX
 from kvcache_pool.api.directory import (
+    NOTES_MAX,
     Acquire,
     Announce,
+    Announced,
+    Catalogue,
     Clear,
     Cleared,
     Commit,
     Copy,
+    Counted,
     Discard,
     Done,
     Found,
+    GetSegments,
     GetStats,
     Goodbye,
     Grant,
     Lease,
     Lookup,
+    Note,
+    Pin,
+    PinKind,
     Place,
     Release,
+    Remove,
     Renew,
+    Segments,
+    SegmentStats,
     Stats,
+    Unpin,
     new_lease,
 )
 from kvcache_pool.api.errors import Corrupt, LeaseLost, PoolFull, Stale
@@ -42,10 +54,11 @@ from kvcache_pool.api.segment import ReadLayer, Runs, WriteLayer
 
 # fmt: off
 __all__ = [
-    "ANNOUNCE_EVERY_S", "DIRECTORY_S", "LEASE_S", "TRANSFER_S_MAX", "Acquire", "Announce", "Clear",
-    "Cleared", "Commit", "Copy", "Corrupt", "Directory", "DirectoryLink", "Discard", "Done",
-    "Found", "GetStats", "Goodbye", "Grant", "Lease", "LeaseLost", "Lookup", "Mover", "Place",
-    "PoolFull", "Priority", "ReadLayer", "Release", "Renew", "Runs", "Stale", "Stats", "WriteLayer",
-    "new_lease",
+    "ANNOUNCE_EVERY_S", "DIRECTORY_S", "LEASE_S", "NOTES_MAX", "TRANSFER_S_MAX", "Acquire",
+    "Announce", "Announced", "Catalogue", "Clear", "Cleared", "Commit", "Copy", "Corrupt",
+    "Counted", "Directory", "DirectoryLink", "Discard", "Done", "Found", "GetSegments", "GetStats",
+    "Goodbye", "Grant", "Lease", "LeaseLost", "Lookup", "Mover", "Note", "Pin", "PinKind", "Place",
+    "PoolFull", "Priority", "ReadLayer", "Release", "Remove", "Renew", "Runs", "SegmentStats",
+    "Segments", "Stale", "Stats", "Unpin", "WriteLayer", "new_lease",
 ]
 # fmt: on

@@ -26,11 +26,49 @@ class Place(Message):
 
 
 class Announce(Message):
-    """A segment tells the directory that it is there, every ANNOUNCE_EVERY_S. Answered by Done."""
+    """A segment tells the directory that it is there, every ANNOUNCE_EVERY_S. Answered by Announced."""
 
     place: Place
     generation: int = 0
     """The highest that any slot has seen: a directory that is new to this segment begins far above it."""
+    noted: int = 0
+    """The number of the last news that the segment has noted down."""
+
+
+NOTES_MAX = 4096
+"""Of one message: 200 KB, which costs either side a few milliseconds."""
+
+
+class Note(NamedTuple):
+    """A row. What a slot holds, as its segment notes it down for the next directory."""
+
+    slot: int
+    generation: int
+    name: bytes
+    """Of the block; empty when the slot holds none that should be found."""
+
+
+class Announced(Message):
+    """The directory knows the segment."""
+
+    joined: bool
+    """By this very announcement: the directory does not know what it holds, and wants its Catalogue."""
+    news: list[Note]
+    """What has changed since the last that the segment noted, the oldest first, at most NOTES_MAX."""
+    number: int
+    """Of the last of `news`."""
+
+
+class Catalogue(Message):
+    """What a segment has noted down, some NOTES_MAX at a time. Answered by Counted: how many are cached by it now.
+
+    A slot that is in use again keeps its new use. A note that is wrong does no harm: a reader finds another
+    generation in the slot, or another checksum, and the block is forgotten.
+    """
+
+    segment: SegmentId
+    incarnation: Incarnation
+    notes: list[Note]
 
 
 class Goodbye(Message):

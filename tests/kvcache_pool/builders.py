@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvcache_pool.api import Acquire, Announce, Directory, Done, Lease, Place, new_lease
+from kvcache_pool.api import Acquire, Announce, Announced, Directory, Lease, Place, new_lease
 from kvcache_pool.index import Index
 from kvcache_pool.segment import SHM, Bytes, Geometry, Segment
 from kvcache_pool.service import DirectoryService, SegmentService, announce, place_of
@@ -124,7 +124,7 @@ async def a_pool(
             async with client, asyncio.timeout(10.0):
                 pool = Pool(transport, server.address, Directory(client), segments, index)
                 for number, segment in enumerate(segments):
-                    await client.call(Announce(pool.place(number), segment.generation), Done, within_s=5.0)
+                    await client.call(Announce(pool.place(number), segment.generation), Announced, within_s=5.0)
                 yield pool
                 index.check()
         finally:

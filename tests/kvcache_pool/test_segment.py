@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcache_pool.api import Corrupt, Stale
+from kvcache_pool.api import Corrupt, Note, Stale
 from kvcache_pool.segment import PAGE_BYTES, Geometry, Memory, Segment, checksum, reclaim
 from protocol.blocks import BlockLayout
 from protocol.ids import Incarnation, SegmentId
-from tests.kvcache_pool.builders import LAYOUT, a_segment, random_runs
+from tests.kvcache_pool.builders import LAYOUT, a_segment, names, random_runs
 
 
 @pytest.fixture
@@ -212,6 +212,7 @@ def test_a_killed_owners_memory_is_reclaimed_and_a_living_ones_never(tmp_path: P
         owner.wait(10)
         assert left.exists()
         segment = a_segment(segment="next", folder=tmp_path)
+        assert reclaim(tmp_path) == [left]
         assert list(tmp_path.iterdir()) == [segment.path]
         segment.close()
     finally:
@@ -241,3 +242,107 @@ def test_another_users_or_strange_files_are_left_alone(tmp_path: Path) -> None:
 def test_a_name_that_is_taken_is_an_error(segment: Segment, tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         Segment(SegmentId(segment.segment), segment.incarnation, segment.memory.geometry, tmp_path)
+
+
+NOTED = [Note(0, 7, names(1)[0]), Note(2, 9, names(2)[0])]
+
+
+def a_killed_owner(folder: Path, incarnation: str = "first", *, keep: bool = False, slots: int = 4) -> Path:
+    """Writes two blocks, notes them down, and is killed. Returns what it leaves."""
+    segment = Segment(SegmentId("kv"), Incarnation(incarnation), Geometry(LAYOUT, slots), folder, keep=keep)
+    for note in NOTED:
+        for layer, run in enumerate(random_runs(LAYOUT.layers, note.slot)):
+            segment.memory.put(layer, note.slot, note.generation, run)
+        segment.note(note)
+    os.close(segment._file)  # what the kernel does for a dead process: the lock goes, the name stays
+    segment._file = -1
+    return segment.path
+
+
+def next_life(folder: Path, slots: int = 4, *, keep: bool = False) -> Segment:
+    return Segment(SegmentId("kv"), Incarnation("second"), Geometry(LAYOUT, slots), folder, keep=keep)
+
+
+def test_the_next_life_of_a_killed_owner_has_all_that_it_noted(tmp_path: Path) -> None:
+    a_killed_owner(tmp_path)
+    segment = next_life(tmp_path)
+    assert segment.adopted
+    assert segment.noted() == NOTED
+    assert segment.generation == 9
+    assert list(tmp_path.iterdir()) == [segment.path]
+    out = np.empty(LAYOUT.run_bytes, np.uint8)
+    memory = Memory.attach(str(segment.path), segment.memory.geometry, Incarnation("second"))
+    for note in NOTED:
+        for layer, run in enumerate(random_runs(LAYOUT.layers, note.slot)):
+            memory.get(layer, note.slot, note.generation, out)
+            assert np.array_equal(out, run)
+    segment.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_late_writer_of_an_earlier_life_makes_no_wrong_byte(tmp_path: Path) -> None:
+    late = Memory.attach(str(a_killed_owner(tmp_path)), Geometry(LAYOUT, 4), Incarnation("first"))
+    segment = next_life(tmp_path)
+    late.put(0, 0, 8, random_runs(1, 99)[0])  # its grant for slot 0 is newer than the note
+    assert segment.noted() == NOTED[1:]
+    with pytest.raises(Stale):
+        segment.memory.get(0, 0, 7, np.empty(LAYOUT.run_bytes, np.uint8))
+    segment.close()
+
+
+def test_what_has_another_shape_is_not_taken_over_but_removed(tmp_path: Path) -> None:
+    left = a_killed_owner(tmp_path)
+    segment = next_life(tmp_path, slots=5)
+    assert not segment.adopted
+    assert segment.noted() == []
+    assert not left.exists()
+    segment.close()
+
+
+def test_a_living_owners_memory_is_not_taken_over(tmp_path: Path) -> None:
+    living = Segment(SegmentId("kv"), Incarnation("first"), Geometry(LAYOUT, 4), tmp_path)
+    other = next_life(tmp_path)
+    assert not other.adopted
+    assert other.path != living.path
+    other.close()
+    living.close()
+
+
+def test_what_others_left_waits_for_their_next_life(tmp_path: Path) -> None:
+    left = a_killed_owner(tmp_path)
+    other = a_segment(segment="kv-1", folder=tmp_path)  # whose name begins like the dead one's
+    assert left.exists()
+    assert not other.adopted
+    other.close()
+
+
+def test_what_is_kept_outlives_a_good_end(tmp_path: Path) -> None:
+    segment = next_life(tmp_path, keep=True)
+    segment.memory.put(0, 1, 3, random_runs(1)[0])
+    segment.note(Note(1, 3, names(5)[0]))
+    segment.close()
+    again = Segment(SegmentId("kv"), Incarnation("third"), Geometry(LAYOUT, 4), tmp_path, keep=True)
+    assert again.noted() == [Note(1, 3, names(5)[0])]
+    again.close()
+
+
+@pytest.mark.parametrize("field", ["name", "generation", "check"])
+def test_a_note_that_was_half_written_is_none(segment: Segment, field: str) -> None:
+    segment.memory.put(0, 1, 3, random_runs(1)[0])
+    segment.note(Note(1, 3, names(5)[0]))
+    torn = segment.memory.notes[1:2][field].view(np.uint8)
+    torn.flat[0] ^= 1
+    assert segment.noted() == []
+
+
+def test_a_note_goes_with_its_block(segment: Segment) -> None:
+    segment.memory.put(0, 1, 3, random_runs(1)[0])
+    segment.note(Note(1, 3, names(5)[0]))
+    segment.note(Note(1, 3, b""))
+    assert segment.noted() == []
+
+
+@pytest.mark.parametrize("note", [Note(4, 1, names(1)[0]), Note(-1, 1, names(1)[0]), Note(0, 1, b"short")])
+def test_a_note_of_no_slot_or_no_name_is_refused(segment: Segment, note: Note) -> None:
+    with pytest.raises(ValueError, match="no note of a segment with 4 slots"):
+        segment.note(note)
