@@ -278,7 +278,9 @@ class Segment:
         if self._file >= 0:
             if not self._keep:
                 self.path.unlink(missing_ok=True)
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # the mapping has the file open too, for as long as it is viewed
+            fcntl.flock(
+                self._file, fcntl.LOCK_UN
+            )  # the mapping has the file open too, for as long as it is viewed
             os.close(self._file)
             self._file = -1
 

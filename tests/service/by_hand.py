@@ -85,10 +85,10 @@ class ByHand:
 
         until(up, READY_S)
 
-    def kill(self, name: str) -> None:
-        """SIGKILL; and nobody's memory stays behind, as a supervisor would see to."""
+    def kill(self, name: str, *, leave_memory: bool = False) -> None:
+        """SIGKILL. What a pool leaves in /dev/shm goes too, or is left to its next life."""
         program = self.programs.pop(name)
-        shared = shm_files(program.pid) if name.startswith("kvcache") else set()
+        shared = shm_files(program.pid) if name.startswith("kvcache") and not leave_memory else set()
         program.kill()
         remove_shm(shared)
 

@@ -1,10 +1,12 @@
 """Processes that come and go around a pool that stays, and processes that do not fit."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvcache_pool.api import ANNOUNCE_EVERY_S
 from tests.engine.referee import a_prompt
 from tests.service.by_hand import ByHand
 from tests.service.client import cached, text_of
@@ -71,6 +73,30 @@ def test_a_new_pool_is_cold_and_gives_the_same_text(cluster: ByHand) -> None:
     assert text_of(after) == text_of(before)
     assert cached(after) == 0
     assert cached(cluster.client.complete(PROMPT, TOKENS)) == CACHED
+
+
+def test_a_killed_pool_is_warm_again(cluster: ByHand) -> None:
+    """And so is a whole cluster, killed at once."""
+    before = cluster.client.complete(PROMPT, TOKENS)
+    stored = used(cluster)
+    time.sleep(2 * ANNOUNCE_EVERY_S)  # what was stored last has been noted
+    cluster.kill("kvcache-0", leave_memory=True)
+    cluster.kvcache(PYTHONHASHSEED="10")
+    cluster.until_up(prefill=1, decode=1, kvcache=1)
+    after = cluster.client.complete(PROMPT, TOKENS)
+    assert (cached(after), text_of(after)) == (CACHED, text_of(before))
+    assert used(cluster) == stored
+
+    for name in [*cluster.programs]:
+        cluster.kill(name, leave_memory=True)
+    cluster.conductor()
+    cluster.kvcache()
+    cluster.compute("prefill", "prefill-0")
+    cluster.compute("decode", "decode-0")
+    cluster.until_up(prefill=1, decode=1, kvcache=1)
+    after_all = cluster.client.complete(PROMPT, TOKENS)
+    assert (cached(after_all), text_of(after_all)) == (CACHED, text_of(before))
+    assert used(cluster) == stored
 
 
 def test_an_instance_that_does_not_fit_is_told_why_and_ends(cluster: ByHand, tmp_path: Path) -> None:
