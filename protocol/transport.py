@@ -35,7 +35,7 @@ class Port(Protocol):
     """Where it really listens: a wildcard port has become a number."""
 
     async def send(self, peer: bytes, frames: Sequence[Buffer]) -> None:
-        """Raises PeerLost if that peer is gone."""
+        """Raises PeerLost if that peer is gone, or reads nothing."""
         ...
 
     async def receive(self) -> tuple[bytes, list[memoryview]]:

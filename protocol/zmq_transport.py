@@ -13,7 +13,8 @@ from protocol.frames import Buffer
 from protocol.message import MESSAGE_BYTES_MAX
 
 QUEUE_FRAMES_MAX = 4096
-"""Of a socket, each way (ZeroMQ's high-water mark). A full queue makes the sender wait, not the memory grow."""
+"""Of a socket, each way (ZeroMQ's high-water mark). A full queue makes a client wait, not the memory grow; a
+server, which others wait for too, drops answers that nobody reads."""
 
 FRAME_BYTES_MAX = max(MESSAGE_BYTES_MAX, 64 << 20)
 """A longer frame closes the connection unread. One run of a large model's layer is a few MiB."""
@@ -92,6 +93,8 @@ class ZmqPort:
     async def send(self, peer: bytes, frames: Sequence[Buffer]) -> None:
         try:
             await self._socket.send_multipart([peer, *frames], copy=_copy(frames))
+        except zmq.Again as error:  # of one peer alone: to wait for it would be to let all the others wait
+            raise PeerLost(f"the caller reads nothing: {QUEUE_FRAMES_MAX} answers wait for it") from error
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

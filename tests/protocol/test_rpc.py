@@ -38,7 +38,7 @@ class Count(Message):
     to: int
 
 
-class Counted(Message):
+class Number(Message):
     number: int
 
 
@@ -79,10 +79,10 @@ class Service:
     async def echo(self, message: Echo, ask: Ask) -> Answer:
         return Answer(Echoed(message.text), ask.buffers)
 
-    async def count(self, message: Count, ask: Ask) -> Counted:
+    async def count(self, message: Count, ask: Ask) -> Number:
         for number in range(message.to):
-            await ask.send(Counted(number), bytes([number]))
-        return Counted(message.to)
+            await ask.send(Number(number), bytes([number]))
+        return Number(message.to)
 
     async def hang(self, message: Hang, ask: Ask) -> Echoed:
         self.hanging += 1
@@ -105,10 +105,10 @@ class Service:
                 raise PeerLost("a peer of mine")
         raise ZeroDivisionError("a fault of ours")
 
-    def recall(self, message: Recall) -> Counted:
+    def recall(self, message: Recall) -> Number:
         if message.fails:
             raise Teapot("forgotten")
-        return Counted(self.hanging)
+        return Number(self.hanging)
 
     async def until(self, condition: Callable[[], bool], within_s: float = 2.0) -> None:
         async with asyncio.timeout(within_s):
@@ -179,7 +179,7 @@ async def test_calls_at_the_same_time_get_their_own_answers(world: World) -> Non
 
 async def test_stream_in_order(world: World) -> None:
     async with world.client.stream(Count(200), within_s=5) as stream:
-        assert [item async for item in items(stream)] == [Counted(n) for n in range(201)]
+        assert [item async for item in items(stream)] == [Number(n) for n in range(201)]
     async with world.client.stream(Count(3), within_s=5) as stream:
         assert [answer.buffers for answer in [item async for item in stream]] == [[b"\0"], [b"\1"], [b"\2"], []]
 
@@ -222,10 +222,10 @@ async def test_errors_arrive_as_what_they_were(world: World) -> None:
 async def test_what_is_answered_at_once_comes_like_any_other_answer(world: World) -> None:
     hanging = asyncio.create_task(world.client.call(Hang(), Echoed, within_s=5))
     await world.service.until(lambda: world.service.hanging == 1)
-    asked = (world.client.call(Recall(), Counted, within_s=2) for _ in range(50))
-    assert await asyncio.gather(*asked) == [Counted(1)] * 50
+    asked = (world.client.call(Recall(), Number, within_s=2) for _ in range(50))
+    assert await asyncio.gather(*asked) == [Number(1)] * 50
     with pytest.raises(Teapot, match="forgotten"):
-        await world.client.call(Recall(fails=True), Counted, within_s=2)
+        await world.client.call(Recall(fails=True), Number, within_s=2)
     assert world.server.calls == 1, "the one that hangs"
     hanging.cancel()
     await asyncio.gather(hanging, return_exceptions=True)
@@ -244,8 +244,8 @@ async def test_an_error_of_unknown_kind_keeps_its_text(world: World) -> None:
 async def test_what_is_not_served_and_what_is_not_expected(world: World) -> None:
     with pytest.raises(RemoteError, match="'Unserved' is not served here"):
         await world.client.call(Unserved(), Echoed, within_s=2)
-    with pytest.raises(BadMessage, match="answered Echoed, not Counted"):
-        await world.client.call(Echo("x"), Counted, within_s=2)
+    with pytest.raises(BadMessage, match="answered Echoed, not Number"):
+        await world.client.call(Echo("x"), Number, within_s=2)
     assert world.server.bad_frames == 1
 
 
@@ -450,7 +450,7 @@ async def scripted(answers: list[bytes], told: list[Kind]) -> AsyncIterator[Clie
 
 
 def counted(kind: Kind, number: int) -> bytes:
-    return encode(kind, 1, Counted(number), number)
+    return encode(kind, 1, Number(number), number)
 
 
 async def test_an_answer_that_comes_twice_is_taken_once() -> None:
@@ -460,7 +460,7 @@ async def test_an_answer_that_comes_twice_is_taken_once() -> None:
         scripted([counted(*each) for each in numbers], told) as client,
         client.stream(Count(2), within_s=5) as stream,
     ):
-        assert [item async for item in items(stream)] == [Counted(0), Counted(1), Counted(2)]
+        assert [item async for item in items(stream)] == [Number(0), Number(1), Number(2)]
     assert told == [Kind.CALL]
 
 
@@ -470,7 +470,7 @@ async def test_a_call_of_whose_answers_one_is_lost_ends_there_and_the_server_is_
     async with scripted([counted(Kind.ITEM, 0), counted(after, 2), counted(Kind.ITEM, 1)], told) as client:
         async with client.stream(Count(2), within_s=5) as stream:
             answers = items(stream)
-            assert await anext(answers) == Counted(0)
+            assert await anext(answers) == Number(0)
             with pytest.raises(PeerLost, match="lost on its way"):
                 await anext(answers)
         async with asyncio.timeout(5):
