@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 import sys
+import time
 from collections.abc import Sequence
 
 from kvcache_pool.config import KVCacheConfig
@@ -52,7 +53,9 @@ async def serve(config: KVCacheConfig) -> None:
 async def _serve(transport: Transport, config: KVCacheConfig, manifest: Manifest, segment: Segment) -> None:
     host = config.host or socket.gethostname()
     bytes_service = SegmentService(segment)
-    directory = DirectoryService(Index(config.copies_share)) if config.directory else None
+    directory: DirectoryService | None = None
+    if config.directory:
+        directory = DirectoryService(Index(config.copies_share, generation=time.time_ns()))
     elsewhere: str | None = None  # the directory's address, where it is not here
 
     async def heard(news: Heard) -> None:

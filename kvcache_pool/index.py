@@ -25,25 +25,30 @@ from protocol.ids import BlockHash, Incarnation, LeaseId, SegmentId
 SEGMENT_SILENT_S = 3.0
 """Six announcements missed: the segment is given up. If it was only slow, it joins again, empty."""
 
-GENERATIONS_A_JOIN = 1 << 32
-"""How far generations jump when a segment joins: past all that an earlier life of the directory, or of this
-segment's membership, can have granted and not yet written. 64 bits hold four billion such jumps."""
+GENERATIONS_A_JOIN = 1 << 24
+"""How far generations jump when a segment joins: past all that an earlier life of the directory can have granted
+and not yet written, should the clock have gone back since. It is 17 ms of that clock: see Index."""
 
 
 class Index:
     """All blocks of the pool. Every method but `find`, `replicas`, `stats` and `check` mutates."""
 
     def __init__(
-        self, copies_share: float = KVCacheConfig.copies_share, silent_s: float = SEGMENT_SILENT_S
+        self,
+        copies_share: float = KVCacheConfig.copies_share,
+        silent_s: float = SEGMENT_SILENT_S,
+        generation: int = 0,
     ) -> None:
         """`copies_share`, from 0 to 1, is how much of a segment may hold copies. A segment that has not announced
-        itself for `silent_s` is given up."""
+        itself for `silent_s` is given up. `generation` is where generations begin. Those who hold grants may
+        outlive a directory and all its segments, so it is told the wall clock's nanoseconds: each life then begins
+        above all that the one before has granted, which is far less than one for each nanosecond."""
         self._silent_s = silent_s
         self._copies_share = copies_share
         self._segments: dict[SegmentId, Slots] = {}  # in the order of joining, which breaks ties
         self._replicas: dict[BlockHash, dict[SegmentId, Block]] = {}
         self._leases = Leases()
-        self._generation = 0
+        self._generation = generation
         self._evicted = 0
 
     # -- segments -----------------------------------------------------------------------------------

@@ -101,7 +101,11 @@ class Pool:
 
 @asynccontextmanager
 async def a_pool(
-    folder: Path, *slots: int, listen: str = "tcp://127.0.0.1:0", layout: BlockLayout = LAYOUT
+    folder: Path,
+    *slots: int,
+    listen: str = "tcp://127.0.0.1:0",
+    layout: BlockLayout = LAYOUT,
+    generation: int = 0,
 ) -> AsyncIterator[Pool]:
     """Real services and sockets. The first segment's bytes are served at the directory's address too."""
     async with AsyncExitStack() as stack:
@@ -110,7 +114,7 @@ async def a_pool(
         segments = [a_segment(count, f"kv-{number}", folder, layout) for number, count in enumerate(slots or (8,))]
         for segment in segments:
             stack.callback(segment.close)
-        index = Index()
+        index = Index(generation=generation)
         directory, service = DirectoryService(index), SegmentService(segments[0])
         stack.callback(service.close)
         server = Server(transport.bind(listen), {**directory.handlers(), **service.handlers()})
