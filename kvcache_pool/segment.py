@@ -158,9 +158,7 @@ class Memory:
 
     def claim(self, slot: int, generation: int) -> None:
         """A writer with this generation begins. Raises Stale if the slot has been reused."""
-        current = self._generation(slot)
-        if current > generation:
-            raise Stale(f"slot {slot} has generation {current}, and the grant {generation}")
+        self._require_not_older(slot, generation)
         self.generations[slot] = generation
 
     def require(self, slot: int, generation: int) -> None:
@@ -199,6 +197,11 @@ class Memory:
         if not np.array_equal(run, copy):
             raise Corrupt("memory does not return what was written to it")
 
+    def _require_not_older(self, slot: int, generation: int) -> None:
+        current = self._generation(slot)
+        if current > generation:
+            raise Stale(f"slot {slot} has generation {current}, and the grant {generation}")
+
     def _generation(self, slot: int) -> int:
         if not 0 <= slot < self.geometry.slots:
             raise Stale(f"there is no slot {slot}")
@@ -211,11 +214,13 @@ class Memory:
         self.checksums[slot, layer] = checksum(source, generation)
 
     def put_verified(self, layer: int, slot: int, generation: int, source: Bytes, expected: int) -> None:
-        """As `put`, of a run that came with its checksum. Raises Stale, or Corrupt if it changed on the way."""
-        self.claim(slot, generation)
-        np.copyto(self.runs[slot, layer], source)
+        """As `put`, of a run that came with its checksum. Raises Stale, or Corrupt if it changed on the way; then
+        nothing is written."""
+        self._require_not_older(slot, generation)
         if checksum(source, generation) != expected:
             raise Corrupt(f"layer {layer} for slot {slot} changed on its way")
+        self.claim(slot, generation)
+        np.copyto(self.runs[slot, layer], source)
         self.checksums[slot, layer] = expected
 
     def get(self, layer: int, slot: int, generation: int, out: Bytes) -> None:
