@@ -22,6 +22,9 @@ before the end is over by then, with a margin for clocks that run at different s
 LEASES_MAX = 1 << 16
 """Current leases. A request holds one or two, and a Conductor bounds its requests far below this."""
 
+ENDS_SPARE = 1024
+"""Heap entries of leases that are gone, beyond as many as are current, before they are swept out."""
+
 
 @dataclass(eq=False)
 class Claim:
@@ -41,14 +44,14 @@ class Claim:
 class Leases:
     """All leases, by the names that their owners chose.
 
-    Owns the claims. Always: one heap entry for each current lease (and for some that are gone, until
-    their time). Mutates: grant, renew, end, overdue, linger, lapsed.
+    Owns the claims. Always: one heap entry for each current lease (and for some that are gone, at most as many and
+    ENDS_SPARE). Mutates: grant, renew, end, overdue, linger, lapsed.
     """
 
     def __init__(self) -> None:
         self._issued = 0
         self._current: dict[LeaseId, Claim] = {}
-        self._ends: list[tuple[float, int, LeaseId]] = []
+        self._ends: list[tuple[float, int, Claim]] = []
         self._late: dict[LeaseId, Claim] = {}  # in the order of their ends: the same time is added to each
 
     def __len__(self) -> int:
@@ -68,7 +71,7 @@ class Leases:
         assert claim.lease not in self
         self._issued += 1
         self._current[claim.lease] = claim
-        heapq.heappush(self._ends, (claim.end, self._issued, claim.lease))
+        heapq.heappush(self._ends, (claim.end, self._issued, claim))
 
     def find(self, lease: LeaseId) -> Claim | None:
         """A current lease."""
@@ -84,20 +87,27 @@ class Leases:
 
     def end(self, lease: LeaseId) -> Claim | None:
         """Take a lease out, current or late: its owner is done with it. None if it is gone already."""
-        return self._current.pop(lease, None) or self._late.pop(lease, None)
+        claim = self._current.pop(lease, None)
+        if len(self._ends) > 2 * len(self._current) + ENDS_SPARE:
+            self._ends = [entry for entry in self._ends if self._is_current(entry[2])]
+            heapq.heapify(self._ends)
+        return claim or self._late.pop(lease, None)
+
+    def _is_current(self, claim: Claim) -> bool:
+        """Whether it was not ended since; another may have its name by now."""
+        return self._current.get(claim.lease) is claim
 
     def overdue(self, now: float) -> list[Claim]:
         """Take out the current leases whose end has come, in the order of their ends."""
         ended = []
         while self._ends and self._ends[0][0] <= now:
-            _, number, lease = heapq.heappop(self._ends)
-            claim = self._current.get(lease)
-            if claim is None:
+            _, number, claim = heapq.heappop(self._ends)
+            if not self._is_current(claim):
                 continue  # released before its time
             if claim.end > now:
-                heapq.heappush(self._ends, (claim.end, number, lease))
+                heapq.heappush(self._ends, (claim.end, number, claim))
                 continue
-            ended.append(self._current.pop(lease))
+            ended.append(self._current.pop(claim.lease))
         return ended
 
     def linger(self, claim: Claim, until: float) -> None:
@@ -124,7 +134,8 @@ class Leases:
 
     def check(self) -> None:
         """Asserts that each current lease will be found overdue, once."""
-        entries = [lease for _, _, lease in self._ends if lease in self._current]
-        assert sorted(entries) == sorted(self._current)
-        assert all(end <= self._current[lease].end for end, _, lease in self._ends if lease in self._current)
+        entries = [(end, claim) for end, _, claim in self._ends if self._is_current(claim)]
+        assert sorted(claim.lease for _, claim in entries) == sorted(self._current)
+        assert all(end <= claim.end for end, claim in entries)
+        assert len(self._ends) <= 2 * len(self._current) + ENDS_SPARE + 1
         assert self._current.keys().isdisjoint(self._late)
