@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from kvcache_pool.api import Acquire, Copy, Found, Grant, Lease, LeaseLost, Note, Place, PoolFull, Stats
 from kvcache_pool.config import KVCacheConfig
 from kvcache_pool.leases import QUARANTINE_S, Claim, Leases
+from kvcache_pool.lives import Lives
 from kvcache_pool.slots import Block, Slots
 from protocol.ids import BlockHash, Incarnation, LeaseId, SegmentId
 
@@ -47,6 +48,7 @@ class Index:
         self._copies_share = copies_share
         self._segments: dict[SegmentId, Slots] = {}  # in the order of joining, which breaks ties
         self._replicas: dict[BlockHash, dict[SegmentId, Block]] = {}
+        self._lives = Lives()
         self._leases = Leases()
         self._generation = generation
         self._evicted = 0
@@ -54,11 +56,15 @@ class Index:
     # -- segments -----------------------------------------------------------------------------------
 
     def announce(self, place: Place, generation: int, now: float) -> bool:
-        """A segment is there, and `generation` is the highest it has seen. True if it joins by this."""
+        """A segment is there, and `generation` is the highest it has seen. True if it joins by this.
+
+        Raises ValueError for one that cannot join beside the others, or that a newer life has replaced.
+        """
         known = self._segments.get(place.segment)
         if known is not None and known.place == place:
             known.heard = now
             return False
+        self._lives.join(place, [slots.place for name, slots in self._segments.items() if name != place.segment])
         if known is not None:
             self._drop(known)
         self._segments[place.segment] = Slots(place, now, int(self._copies_share * place.slots))
@@ -147,11 +153,13 @@ class Index:
     # -- leases -------------------------------------------------------------------------------------
 
     def acquire(self, ask: Acquire, now: float) -> Lease:
-        """Lease the cached prefix and room for the rest. Raises PoolFull, or ValueError for a name that is
-        taken; then nothing has changed."""
+        """Lease the cached prefix and room for the rest. Raises PoolFull, or ValueError for a lease's name that is
+        taken or a block's that comes twice; then nothing has changed."""
         self.expire(now)
         if ask.lease in self._leases:
             raise ValueError(f"there is a lease {ask.lease} already")
+        if len(set(ask.blocks)) < len(ask.blocks):
+            raise ValueError("a block is named twice: a prompt's names are a chain, so they all differ")
         sources = self._cached(ask.blocks[: ask.reuse], ask.near)
         count = len(ask.blocks) - len(sources) + ask.unnamed
         rooms = self._rooms(count, ask.near, sources)
@@ -180,7 +188,9 @@ class Index:
         for block in sources:
             if block.leases == 0:
                 spare[block.home.place.segment] -= 1  # about to be leased, so not to be evicted
-        if sum(spare.values()) < count or self._leases.full:
+        if self._leases.full:
+            raise PoolFull(f"{len(self._leases)} leases are out, and there may be no more")
+        if sum(spare.values()) < count:
             raise PoolFull(f"{count} blocks wanted, {sum(spare.values())} can be had")
         order = sorted(spare, key=lambda s: (s != near, -self._segments[s].free, -spare[s]))
         for segment in order:
@@ -267,7 +277,8 @@ class Index:
         for claim in overdue:
             self._let_go([block for block in claim.blocks if block.name is not None or block.lost])
             claim.blocks = [block for block in claim.blocks if block.name is None and not block.lost]
-            self._leases.linger(claim, now + QUARANTINE_S)
+            if claim.blocks:  # so there are never more late leases than slots
+                self._leases.linger(claim, now + QUARANTINE_S)
         for claim in self._leases.lapsed(now):
             self._let_go(claim.blocks)
         return overdue

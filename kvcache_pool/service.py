@@ -62,6 +62,13 @@ SWEEP_EVERY_S = 0.5
 LEASE_S_MAX = 600.0
 """The longest lease that can be asked for: a holder that needs more renews, or is dead."""
 
+NAME_CHARS_MAX = 256
+"""Of a lease, an owner, a segment or an incarnation. The directory keeps them."""
+
+GENERATIONS_MAX = 1 << 62
+"""What no directory reaches before the year 2116. A segment refuses a wild one: it would go into its table, from
+there into the next directory's count, and no lower one would ever be accepted again."""
+
 RUNS_MAX = 4096
 """Of one message between a reader or writer and a segment; far more than its bound on bytes allows."""
 
@@ -117,6 +124,7 @@ class DirectoryService:
 
     def _acquire(self, message: Acquire) -> Lease:
         _require_lease_s(message.lease_s)
+        _require_names(message.lease, message.owner)
         if min(message.reuse, message.unnamed, message.copies) < 0:
             raise BadMessage("reuse, unnamed and copies count blocks: they are not negative")
         try:
@@ -125,7 +133,7 @@ class DirectoryService:
             raise BadMessage(str(error)) from error
 
     def _commit(self, message: Commit) -> Done:
-        _require_names(message.blocks)
+        _require_hashes(message.blocks)
         try:
             self._index.commit(message.lease, message.slots, message.blocks, _now())
         except ValueError as error:
@@ -154,18 +162,25 @@ class DirectoryService:
         return self._index.stats()
 
     def _announce(self, message: Announce) -> Announced:
-        if message.place.slots < 1 or message.generation < 0:
-            raise BadMessage(f"segment {message.place.segment} announces {message.place.slots} slots")
-        joined = self._index.announce(message.place, message.generation, _now())
+        place = message.place
+        _require_names(place.segment, place.incarnation)
+        if place.slots < 1:
+            raise BadMessage(f"segment {place.segment} announces {place.slots} slots")
+        if not 0 <= message.generation < 1 << 63:
+            raise BadMessage(f"segment {place.segment} announces generation {message.generation}")
+        try:
+            joined = self._index.announce(place, message.generation, _now())
+        except ValueError as error:
+            raise BadMessage(str(error)) from error
         if joined:
-            log.info("segment %s joins with %d blocks", message.place.segment, message.place.slots)
-        news, number = self._index.news(message.place.segment, 0 if joined else message.noted)
+            log.info("segment %s joins with %d blocks", place.segment, place.slots)
+        news, number = self._index.news(place.segment, 0 if joined else message.noted)
         return Announced(joined, news, number)
 
     def _catalogue(self, message: Catalogue) -> Counted:
         if len(message.notes) > NOTES_MAX:
             raise BadMessage(f"a catalogue comes in parts of at most {NOTES_MAX} notes")
-        _require_names(note.name for note in message.notes)
+        _require_hashes(note.name for note in message.notes)
         count = self._index.adopt(message.segment, message.incarnation, message.notes)
         log.info("segment %s brings %d blocks, of %d noted", message.segment, count, len(message.notes))
         return Counted(count)
@@ -223,8 +238,8 @@ class SegmentService:
             raise BadMessage(f"there is no layer {layer}")
         if not len(slots) == len(generations) <= RUNS_MAX:
             raise BadMessage(f"{len(slots)} slots, {len(generations)} generations")
-        if not all(0 <= generation < 1 << 64 for generation in generations):
-            raise BadMessage("a generation has 64 bits")
+        if not all(0 <= generation < GENERATIONS_MAX for generation in generations):
+            raise BadMessage(f"a generation is not negative and below {GENERATIONS_MAX}")
 
     def close(self) -> None:
         """End the threads."""
@@ -325,7 +340,7 @@ def _unreachable(address: str) -> Iterator[None]:
         log.warning("the directory at %s does not answer: %s", address, error)
 
 
-def _require_names(names: Iterable[bytes]) -> None:
+def _require_hashes(names: Iterable[bytes]) -> None:
     if any(len(name) != BLOCK_HASH_BYTES for name in names):
         raise BadMessage(f"a block's name has {BLOCK_HASH_BYTES} bytes")
 
@@ -333,6 +348,11 @@ def _require_names(names: Iterable[bytes]) -> None:
 def _require_lease_s(lease_s: float) -> None:
     if not 0.0 < lease_s <= LEASE_S_MAX:
         raise BadMessage(f"a lease lasts more than 0 and at most {LEASE_S_MAX} s, not {lease_s}")
+
+
+def _require_names(*names: str) -> None:
+    if max(map(len, names)) > NAME_CHARS_MAX:
+        raise BadMessage(f"a name has at most {NAME_CHARS_MAX} characters")
 
 
 def _now() -> float:

@@ -55,6 +55,7 @@ PURE = {
     "kvcache_pool/index.py",
     "kvcache_pool/leases.py",
     "kvcache_pool/news.py",
+    "kvcache_pool/lives.py",
     "kvcache_pool/eviction.py",
     "kvcache_pool/slots.py",
     "engine/architecture.py",
