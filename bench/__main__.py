@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import decision, estimates, load, mixed, overlap, reuse, start, tax, truth
+from bench import decision, estimates, index, load, mixed, overlap, reuse, start, tax, truth
 from bench.client import StreamFailed
 from bench.machine import machine_facts, watched
 from bench.report import Row, facts, table
@@ -84,6 +84,7 @@ ABOUTS = {
     "overlap": overlap.ABOUT,
     "estimates": estimates.ABOUT,
     "decision": decision.ABOUT,
+    "index": index.ABOUT,
     "load": load.ABOUT,
     "mixed": mixed.ABOUT,
     "truth": truth.ABOUT,
@@ -106,6 +107,7 @@ def _benchmarks(setup: Setup, arguments: argparse.Namespace) -> Mapping[str, Mea
         "overlap": lambda: overlap.run(setup),
         "estimates": lambda: estimates.run(setup),
         "decision": lambda: decision.run(setup),
+        "index": lambda: index.run(setup),
         "load": lambda: load.run(setup, wanted, arguments.url),
         "mixed": lambda: mixed.run(setup),
         "truth": lambda: truth.run(setup, truth.Choices(arguments.span, arguments.record)),

@@ -55,7 +55,7 @@ async def _serve(transport: Transport, config: KVCacheConfig, manifest: Manifest
     bytes_service = SegmentService(segment)
     directory: DirectoryService | None = None
     if config.directory:
-        directory = DirectoryService(Index(config.copies_share, generation=time.time_ns()))
+        directory = DirectoryService(_index(config))
     elsewhere: str | None = None  # the directory's address, where it is not here
 
     async def heard(news: Heard) -> None:
@@ -82,6 +82,15 @@ async def _serve(transport: Transport, config: KVCacheConfig, manifest: Manifest
         await run_instance(transport, role, work, listen=config.listen, conductor=config.conductor)
     finally:
         bytes_service.close()
+
+
+def _index(config: KVCacheConfig) -> Index:
+    return Index(
+        config.copies_share,
+        generation=time.time_ns(),
+        hard_pins_share=config.hard_pins_share,
+        eviction=config.eviction,
+    )
 
 
 async def _manifest(transport: Transport, conductor: str) -> Manifest:

@@ -29,10 +29,17 @@ class KVCacheConfig:
     copies_share: float = 0.25
     """Most of each segment's blocks that may be copies of blocks that other segments hold too, from 0 to 1."""
 
+    hard_pins_share: float = 0.5
+    """Most of each segment's blocks that may be pinned hard, from 0 to 1: what is left serves everybody else."""
+
+    eviction: Literal["lru", "lfu", "length_aware", "s3_fifo"] = "lru"
+    """Which cached block goes first when room is needed."""
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe log that is written."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no service could use."""
-        if not 0.0 <= self.copies_share <= 1.0:
-            raise ValueError(f"copies_share must be from 0 to 1, not {self.copies_share}")
+        for name in ("copies_share", "hard_pins_share"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must be from 0 to 1, not {getattr(self, name)}")

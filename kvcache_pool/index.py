@@ -1,8 +1,8 @@
 """The directory's index: which block is in which slot, and who is using it. Pure: time comes in as `now`.
 
-    name ──> replicas ──> Block(segment, slot, generation) <── claims of leases
-                             │
-                          Slots of a segment: free list, idle blocks in order of eviction
+    name ──Replicas──────────> Block, a row of the tables of its segment <── claims of leases
+                                 │
+                               Slots of a segment: free list, idle blocks in order of eviction, pins
 
 The laws: a slot is free, reserved or cached, never two of them. A name has at most one block in a segment,
 and it was committed. A block that a lease names is neither evicted nor given to another. Each use of a slot
@@ -16,11 +16,26 @@ them takes the place of a block that nobody else has. When the others are gone i
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvcache_pool.api import Acquire, Copy, Found, Grant, Lease, LeaseLost, Note, Place, PoolFull, Stats
+from kvcache_pool.api import (
+    Acquire,
+    Copy,
+    Found,
+    Grant,
+    Lease,
+    LeaseLost,
+    Note,
+    PinKind,
+    Place,
+    PoolFull,
+    SegmentStats,
+    Stats,
+)
 from kvcache_pool.config import KVCacheConfig
 from kvcache_pool.leases import QUARANTINE_S, Claim, Leases
 from kvcache_pool.lives import Lives
-from kvcache_pool.slots import Block, Slots
+from kvcache_pool.replicas import Replicas, in_segment
+from kvcache_pool.rooms import rooms_for
+from kvcache_pool.slots import Block, Shares, Slots
 from protocol.ids import BlockHash, Incarnation, LeaseId, SegmentId
 
 SEGMENT_SILENT_S = 3.0
@@ -32,22 +47,25 @@ and not yet written, should the clock have gone back since. It is 17 ms of that 
 
 
 class Index:
-    """All blocks of the pool. Every method but `find`, `replicas`, `stats` and `check` mutates."""
+    """All blocks of the pool. Every method but `find`, `replicas`, `stats`, `segment_stats` and `check`
+    mutates."""
 
     def __init__(
         self,
         copies_share: float = KVCacheConfig.copies_share,
         silent_s: float = SEGMENT_SILENT_S,
         generation: int = 0,
+        *,
+        hard_pins_share: float = KVCacheConfig.hard_pins_share,
+        eviction: str = KVCacheConfig.eviction,
     ) -> None:
-        """`copies_share`, from 0 to 1, is how much of a segment may hold copies. A segment that has not announced
-        itself for `silent_s` is given up. `generation` is where generations begin. Those who hold grants may
-        outlive a directory and all its segments, so it is told the wall clock's nanoseconds: each life then begins
-        above all that the one before has granted, which is far less than one for each nanosecond."""
+        """Shares are from 0 to 1, of each segment. `eviction` is a key of EVICTIONS. A segment that has not
+        announced itself for `silent_s` is given up."""
         self._silent_s = silent_s
-        self._copies_share = copies_share
+        self._shares = Shares(copies_share, hard_pins_share, eviction)
         self._segments: dict[SegmentId, Slots] = {}  # in the order of joining, which breaks ties
-        self._replicas: dict[BlockHash, dict[SegmentId, Block]] = {}
+        self._joined = 0
+        self._replicas = Replicas()
         self._lives = Lives()
         self._leases = Leases()
         self._generation = generation
@@ -67,7 +85,9 @@ class Index:
         self._lives.join(place, [slots.place for name, slots in self._segments.items() if name != place.segment])
         if known is not None:
             self._drop(known)
-        self._segments[place.segment] = Slots(place, now, int(self._copies_share * place.slots))
+        self._joined += 1
+        joins = self._segments[place.segment] = Slots(self._joined, place, now, self._shares)
+        self._replicas.join(joins)
         self._generation = max(self._generation, generation) + GENERATIONS_A_JOIN
         return True
 
@@ -84,13 +104,13 @@ class Index:
         good: dict[bytes, Note] = {}
         for note in notes:
             old = 0 < note.generation <= self._generation - GENERATIONS_A_JOIN
-            if old and segment not in self._replicas.get(BlockHash(note.name), ()):
+            if old and in_segment(slots, self._replicas.of(BlockHash(note.name))) is None:
                 good[note.name] = note
         blocks = slots.adopt([*good.values()])
         for block in blocks:
             assert block.name is not None
-            self._replicas.setdefault(block.name, {})[segment] = block
-            slots.idle.touch(block)
+            self._replicas.add(block.name, block)
+            block.touch()
         return len(blocks)
 
     def leave(self, segment: SegmentId, incarnation: Incarnation) -> bool:
@@ -109,46 +129,21 @@ class Index:
         return [slots.place.segment for slots in gone]
 
     def _drop(self, slots: Slots) -> None:
-        for block in slots.used.values():
+        for block in slots.used():
             self._unname(block)
-            block.lost = True
+        slots.left = True
+        self._replicas.leave(slots)
         del self._segments[slots.place.segment]
 
     # -- finding ------------------------------------------------------------------------------------
 
     def find(self, blocks: list[BlockHash]) -> Found:
         """The longest unbroken prefix, in all segments together and in each alone."""
-        held = dict.fromkeys(self._replicas.get(blocks[0], ()) if blocks else (), 0)
-        unbroken, reach = set(held), 0
-        for name in blocks:
-            replicas = self._replicas.get(name)
-            if replicas is None:
-                break
-            if not unbroken <= replicas.keys():
-                for segment in unbroken - replicas.keys():
-                    held[segment] = reach
-                unbroken &= replicas.keys()
-            reach += 1
-        for segment in unbroken:
-            held[segment] = reach
-        return Found(reach, {str(segment): count for segment, count in held.items()})
+        return self._replicas.find(blocks)
 
     def replicas(self, name: BlockHash) -> int:
         """How many segments have this block."""
-        return len(self._replicas.get(name, ()))
-
-    def _cached(self, blocks: list[BlockHash], near: SegmentId | None) -> list[Block]:
-        """One replica of each block of the cached prefix: near, else where the one before was, else the oldest."""
-        chosen: list[Block] = []
-        home = last = near or SegmentId("")
-        for name in blocks:
-            replicas = self._replicas.get(name)
-            if replicas is None:
-                break
-            block = replicas.get(home) or replicas.get(last) or next(iter(replicas.values()))
-            chosen.append(block)
-            last = block.grant.segment
-        return chosen
+        return self._replicas.count(name)
 
     # -- leases -------------------------------------------------------------------------------------
 
@@ -160,12 +155,15 @@ class Index:
             raise ValueError(f"there is a lease {ask.lease} already")
         if len(set(ask.blocks)) < len(ask.blocks):
             raise ValueError("a block is named twice: a prompt's names are a chain, so they all differ")
-        sources = self._cached(ask.blocks[: ask.reuse], ask.near)
+        near = self._segments.get(ask.near) if ask.near is not None else None
+        sources = self._replicas.choose(ask.blocks[: ask.reuse], near)
         count = len(ask.blocks) - len(sources) + ask.unnamed
-        rooms = self._rooms(count, ask.near, sources)
+        if self._leases.full:
+            raise PoolFull(f"{len(self._leases)} leases are out, and there may be no more")
+        rooms = rooms_for(count, self._segments, ask.near, sources)
         for block in sources:
             if block.leases == 0:
-                block.home.idle.drop(block)
+                block.home.idle.drop(block.slot)
             block.leases += 1
         targets = [block for slots, share in rooms for block in self._reserve(slots, share)]
         copies = self._copies(ask, sources)
@@ -182,27 +180,6 @@ class Index:
             [Copy(source, block.grant) for source, block in copies.items()],
         )
 
-    def _rooms(self, count: int, near: SegmentId | None, sources: list[Block]) -> list[tuple[Slots, int]]:
-        """Which segments give how many slots: one if it can, the near one first. Raises PoolFull."""
-        spare = {segment: slots.room for segment, slots in self._segments.items()}
-        for block in sources:
-            if block.leases == 0:
-                spare[block.home.place.segment] -= 1  # about to be leased, so not to be evicted
-        if self._leases.full:
-            raise PoolFull(f"{len(self._leases)} leases are out, and there may be no more")
-        if sum(spare.values()) < count:
-            raise PoolFull(f"{count} blocks wanted, {sum(spare.values())} can be had")
-        order = sorted(spare, key=lambda s: (s != near, -self._segments[s].free, -spare[s]))
-        for segment in order:
-            if spare[segment] >= count:
-                return [(self._segments[segment], count)]
-        shares = []
-        for segment in order:
-            share = min(count, spare[segment])
-            shares.append((self._segments[segment], share))
-            count -= share
-        return shares
-
     def _copies(self, ask: Acquire, sources: list[Block]) -> dict[int, Block]:
         """Room near the asker for copies of the sources that are elsewhere; as far as it goes, in their order."""
         slots = self._segments.get(ask.near) if ask.near is not None and ask.copies else None
@@ -215,13 +192,16 @@ class Index:
     def _reserve(self, slots: Slots, count: int, *, copy: bool = False) -> list[Block]:
         """So many slots, of which there is room for all; evicts what it must."""
         for _ in range(count - slots.free):
-            victim = slots.idle.take()
-            self._unname(victim)
-            slots.give(victim)
-            self._evicted += 1
+            self._evict(slots)
         first = self._generation + 1
         self._generation += count
         return [slots.take(generation, copy) for generation in range(first, first + count)]
+
+    def _evict(self, slots: Slots) -> None:
+        victim = Block(slots, slots.idle.take())
+        self._unname(victim)
+        slots.give(victim)
+        self._evicted += 1
 
     def commit(self, lease: LeaseId, targets: list[int], blocks: list[BlockHash], now: float) -> None:
         """Publish written targets. Raises LeaseLost, or ValueError if these targets were never granted.
@@ -238,16 +218,15 @@ class Index:
     def _publish(self, block: Block, name: BlockHash) -> None:
         if block.lost or block.spoiled or block.name is not None:
             return
-        replicas = self._replicas.setdefault(name, {})
-        first = replicas.setdefault(block.grant.segment, block)
-        if first is block:
+        first = in_segment(block.home, self._replicas.of(name))
+        if first is None:
             block.name = name
             block.home.cached += 1
             block.home.news.tell(block.grant, name)
-            if block.copy and len(replicas) == 1:
+            if self._replicas.add(name, block) == 1:
                 block.home.keep(block)
         elif first.leases == 0:
-            first.home.idle.touch(first)
+            first.touch()
 
     def renew(self, lease: LeaseId, lease_s: float, now: float) -> None:
         """Extend a lease. Raises LeaseLost."""
@@ -255,24 +234,28 @@ class Index:
         if not self._leases.renew(lease, now + lease_s):
             self._current(lease)
 
-    def release(self, lease: LeaseId) -> None:
-        """End a lease: its named blocks become idle, the others free. One that is gone is no error."""
+    def release(self, lease: LeaseId, before: int = 0) -> None:
+        """End a lease: its named blocks become idle, the others free. One that is gone is no error. `before`
+        counts the blocks of the prompt that come before the lease's."""
         claim = self._leases.end(lease)
         if claim is not None:
-            self._let_go(claim.blocks)
+            self._let_go(claim.blocks, before)
             for source, copy in claim.copies:
                 if copy.name is not None:
-                    source.home.idle.demote(source)
+                    source.home.idle.demote(source.slot)
 
     def touch(self, prefix: Sequence[BlockHash]) -> None:
         """Count these blocks, in the order of a prompt, as used just now; the first of them last."""
-        for name in reversed(prefix):
-            for block in self._replicas.get(name, {}).values():
+        for depth in range(len(prefix) - 1, -1, -1):
+            for block in self._replicas.of(prefix[depth]):
                 if block.leases == 0:
-                    block.home.idle.touch(block)
+                    block.touch(depth)
 
     def expire(self, now: float) -> list[Claim]:
-        """End the leases whose time is over; returns them. What was reserved for them is quarantined first."""
+        """End the pins and leases whose time is over; returns the leases. What was reserved for them is
+        quarantined first."""
+        for slots in self._segments.values():
+            slots.idle.end_pins(now, slots.names)
         overdue = self._leases.overdue(now)
         for claim in overdue:
             self._let_go([block for block in claim.blocks if block.name is not None or block.lost])
@@ -283,12 +266,13 @@ class Index:
             self._let_go(claim.blocks)
         return overdue
 
-    def _let_go(self, blocks: list[Block]) -> None:
-        for block in reversed(blocks):  # the front of a prefix becomes the last to be evicted
+    def _let_go(self, blocks: list[Block], before: int = 0) -> None:
+        for position in range(len(blocks) - 1, -1, -1):  # the front of a prefix becomes the last to be evicted
+            block = blocks[position]
             block.leases -= 1
             if block.leases == 0 and not block.lost:
                 if block.name is not None:
-                    block.home.idle.touch(block)
+                    block.touch(before + position)
                 else:
                     block.home.give(block)
 
@@ -305,54 +289,83 @@ class Index:
         known = 0
         for grant in grants:
             slots = self._segments.get(grant.segment)
-            block = slots.used.get(grant.slot) if slots is not None else None
-            if block is None or block.grant != grant:
+            block = slots.at(grant) if slots is not None else None
+            if block is None:
                 continue  # another use of the slot: what was bad is gone
             known += 1
-            block.spoiled = True
-            self._free_if_idle(block)
+            block.home.spoiled.add(block.slot)
+            self._forget(block)
         return known
 
     def clear(self) -> int:
         """Forget every block that no lease names. Returns how many."""
-        idle = [block for slots in self._segments.values() for block in slots.idle]
+        idle = [Block(slots, slot) for slots in self._segments.values() for slot in slots.idle]
         for block in idle:
-            self._free_if_idle(block)
+            self._forget(block)
         return len(idle)
 
-    def _free_if_idle(self, block: Block) -> None:
-        block.home.idle.drop(block)
+    def remove(self, blocks: Iterable[BlockHash]) -> int:
+        """Forget these blocks in every segment but where a lease names them; their pins end in any case. Returns
+        how many of them were there and are nowhere now."""
+        gone = 0
+        for name in blocks:
+            replicas = self._replicas.of(name)
+            for block in replicas:
+                block.home.idle.unpin(block.slot, name)
+                if block.leases == 0:
+                    self._forget(block)
+            gone += bool(replicas) and not self._replicas.count(name)
+        return gone
+
+    def _forget(self, block: Block) -> None:
+        """It has no name any more, and its slot is free if no lease names it."""
         self._unname(block)
         if block.leases == 0:
             block.home.give(block)
 
     def _unname(self, block: Block) -> None:
-        """Nobody finds this block any more. That it is idle no more is for the caller to see to."""
+        """Nobody finds this block any more, and it is idle and pinned no more."""
         if block.name is None:
             return
-        replicas = self._replicas[block.name]
-        del replicas[block.grant.segment]
-        if not replicas:
-            del self._replicas[block.name]
-        elif len(replicas) == 1:
-            for last in replicas.values():
+        others = self._replicas.remove(block.name, block)
+        if len(others) == 1:
+            for last in others:
                 last.home.keep(last)
         block.name = None
         block.home.cached -= 1
+        block.home.idle.forget(block.slot)
         block.home.news.tell(block.grant, b"")
+
+    # -- pins ---------------------------------------------------------------------------------------
+
+    def pin(self, blocks: Iterable[BlockHash], kind: PinKind, end: float) -> int:
+        """Pin one replica of each block until then, from the front of a chain to the first that is not cached or
+        would be a hard pin too many; what pin it had counts no more. Returns how many are pinned."""
+        return self._replicas.pin(blocks, kind, end)
+
+    def unpin(self, blocks: Sequence[BlockHash]) -> int:
+        """End the pins of these blocks. Returns how many had one."""
+        return self._replicas.unpin(blocks)
 
     # -- counting -----------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
         """Counts of blocks over all segments."""
-        segments = self._segments.values()
-        total = sum(slots.place.slots for slots in segments)
-        free = sum(slots.free for slots in segments)
-        cached = sum(slots.cached for slots in segments)
-        leased = cached - sum(len(slots.idle) for slots in segments)
-        copies = sum(slots.copies for slots in segments)
-        reserved = total - free - cached
-        return Stats(total, free, cached, reserved, leased, len(self._leases), self._evicted, copies)
+        segments = self.segment_stats()
+        total, free, cached = (sum(getattr(one, name) for one in segments) for name in ("total", "free", "cached"))
+        leased, copies = sum(one.leased for one in segments), sum(one.copies for one in segments)
+        pinned, leases = sum(one.pinned for one in segments), len(self._leases)
+        return Stats(total, free, cached, total - free - cached, leased, leases, self._evicted, copies, pinned)
+
+    def segment_stats(self) -> list[SegmentStats]:
+        """Counts of blocks of each segment, in the order of joining."""
+        return [
+            SegmentStats(
+                *(slots.place.segment, slots.place.incarnation, slots.place.host, slots.place.slots),
+                *(slots.free, slots.cached, slots.leased, slots.idle.pinned, slots.copies),
+            )
+            for slots in self._segments.values()
+        ]
 
     def segments(self) -> list[SegmentId]:
         """Those that are there, in the order of joining."""
@@ -360,33 +373,24 @@ class Index:
 
     def named(self) -> Iterator[tuple[BlockHash, Place, Grant]]:
         """Every cached block: its name, its segment, and where it lies there."""
-        for name, replicas in self._replicas.items():
-            for block in replicas.values():
+        for name in self._replicas:
+            for block in self._replicas.of(name):
                 yield name, block.home.place, block.grant
 
     def check(self) -> None:
         """Asserts every law of this file. O(all blocks)."""
         self._leases.check()
-        named = 0
+        named = self._replicas.check()
+        assert named == sum(slots.cached for slots in self._segments.values())
+        counts, used = self._leases.counts(), list[Block]()
         for slots in self._segments.values():
             slots.check()
-            for block in slots.used.values():
-                assert not block.lost
-                assert block.grant.generation <= self._generation
-        for name, replicas in self._replicas.items():
-            assert replicas, "a name without a block"
-            for segment, block in replicas.items():
-                assert self._segments[segment].used[block.grant.slot] is block
-                assert block.name == name
-                assert len(replicas) > 1 or not block.copy, "what is nowhere else is no copy"
-                assert not block.spoiled
-                named += 1
-        assert named == sum(slots.cached for slots in self._segments.values())
-        counts = self._leases.counts()
-        used = [block for slots in self._segments.values() for block in slots.used.values()]
+            used.extend(slots.used())
         assert all(block.leases == counts.get(block, 0) for block in used)
         assert all(block.lost for block in counts.keys() - set(used))
-        assert len({block.grant.generation for block in used}) == len(used)
+        generations = {block.grant.generation for block in used}
+        assert len(generations) == len(used)
+        assert max(generations, default=0) <= self._generation
 
 
 def _with_copies(sources: list[Block], copies: dict[int, Block]) -> list[Block]:

@@ -27,23 +27,30 @@ from kvcache_pool.api import (
     Discard,
     Done,
     Found,
+    GetSegments,
     GetStats,
     Goodbye,
     Lease,
     Lookup,
     Note,
+    Pin,
     Place,
     Priority,
     ReadLayer,
     Release,
+    Remove,
     Renew,
     Runs,
+    Segments,
     Stale,
     Stats,
+    Unpin,
     WriteLayer,
 )
 from kvcache_pool.index import Index
+from kvcache_pool.pins import PIN_S_MAX
 from kvcache_pool.segment import Segment
+from kvcache_pool.slots import SLOTS_MAX
 from kvcache_pool.transfer.copiers import Copiers, hops
 from protocol.call import Answer
 from protocol.errors import BadMessage, DangoError
@@ -90,7 +97,11 @@ class DirectoryService:
                 at_once(Release, self._release),
                 at_once(Discard, self._discard),
                 at_once(Clear, self._clear),
+                at_once(Pin, self._pin),
+                at_once(Unpin, self._unpin),
+                at_once(Remove, self._remove),
                 at_once(GetStats, self._stats),
+                at_once(GetSegments, self._segments),
                 at_once(Announce, self._announce),
                 at_once(Catalogue, self._catalogue),
                 at_once(Goodbye, self._goodbye),
@@ -146,7 +157,7 @@ class DirectoryService:
         return Done()
 
     def _release(self, message: Release) -> Done:
-        self._index.release(message.lease)
+        self._index.release(message.lease, before=len(message.prefix))
         self._index.touch(message.prefix)
         return Done()
 
@@ -158,13 +169,27 @@ class DirectoryService:
     def _clear(self, _message: Clear) -> Cleared:
         return Cleared(self._index.clear())
 
+    def _pin(self, message: Pin) -> Counted:
+        if not 0.0 < message.for_s <= PIN_S_MAX:
+            raise BadMessage(f"a pin lasts more than 0 and at most {PIN_S_MAX} s, not {message.for_s}")
+        return Counted(self._index.pin(message.blocks, message.kind, _now() + message.for_s))
+
+    def _unpin(self, message: Unpin) -> Counted:
+        return Counted(self._index.unpin(message.blocks))
+
+    def _remove(self, message: Remove) -> Counted:
+        return Counted(self._index.remove(message.blocks))
+
+    def _segments(self, _message: GetSegments) -> Segments:
+        return Segments(self._index.segment_stats())
+
     def _stats(self, _message: GetStats) -> Stats:
         return self._index.stats()
 
     def _announce(self, message: Announce) -> Announced:
         place = message.place
         _require_names(place.segment, place.incarnation)
-        if place.slots < 1:
+        if not 1 <= place.slots <= SLOTS_MAX:
             raise BadMessage(f"segment {place.segment} announces {place.slots} slots")
         if not 0 <= message.generation < 1 << 63:
             raise BadMessage(f"segment {place.segment} announces generation {message.generation}")

@@ -1,58 +1,127 @@
-"""The slots of one segment: which are free, and what the others hold. Pure."""
+"""The slots of one segment: which are free, and what the others hold. Pure.
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+A pool may have millions of blocks, so what is known of each lies in tables with a row a slot, about 30 bytes. A
+`Block` is only how one speaks of such a row.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from kvcache_pool.api import Grant, Note, Place
-from kvcache_pool.eviction import LeastRecent
+from kvcache_pool.eviction import EVICTIONS
+from kvcache_pool.idle import Idle
+from kvcache_pool.names import where
 from kvcache_pool.news import News
 from protocol.ids import BlockHash
 
+SLOTS_MAX = 1 << 24
+"""Of one segment: 16 million blocks. What claims more has a wrong layout, or lies; its tables would fill our
+memory."""
 
-@dataclass(eq=False, slots=True)
+
+@dataclass(unsafe_hash=True, slots=True)
 class Block:
-    """A slot in use: *cached* if it has a name, else *reserved*. Equal only to itself."""
+    """A slot in use: *cached* if it has a name, else *reserved*. Made at need; equal to all that speak of this
+    slot in this life of its segment, so it is to be kept only as long as a lease names the block."""
 
     home: "Slots"
-    grant: Grant
-    """The right to this use of the slot, as readers and writers are told. Its generation was never seen before in
-    any slot, so an old grant is recognised."""
-    name: BlockHash | None = None
-    leases: int = 0
-    """How many leases name it."""
-    copy: bool = False
-    """Made as a copy of what another segment has, which is so still: it counts against the budget of copies."""
-    spoiled: bool = False
-    """A reader found it bad: it is never published (again)."""
-    lost: bool = False
-    """Its segment has left; only leases remember it."""
+    slot: int
+
+    @property
+    def grant(self) -> Grant:
+        """The right to this use of the slot, as readers and writers are told. Its generation was never seen
+        before in any slot, so an old grant is recognised."""
+        return Grant(self.home.place.segment, self.slot, self.home.generations[self.slot])
+
+    @property
+    def where(self) -> int:
+        """The slot among those of all segments: see names.py."""
+        return where(self.home.number, self.slot)
+
+    @property
+    def name(self) -> BlockHash | None:
+        """Of what it holds; None while it is reserved."""
+        return self.home.names[self.slot]
+
+    @name.setter
+    def name(self, name: BlockHash | None) -> None:
+        self.home.names[self.slot] = name
+
+    @property
+    def leases(self) -> int:
+        """How many leases name it."""
+        return self.home.leases[self.slot]
+
+    @leases.setter
+    def leases(self, leases: int) -> None:
+        self.home.leases[self.slot] = leases
+
+    @property
+    def copy(self) -> bool:
+        """Made as a copy of what another segment has, which is so still: it counts against the budget of
+        copies."""
+        return self.slot in self.home.copy_slots
+
+    @property
+    def spoiled(self) -> bool:
+        """A reader found it bad: it is never published (again)."""
+        return self.slot in self.home.spoiled
+
+    @property
+    def lost(self) -> bool:
+        """Its segment has left; only leases remember it."""
+        return self.home.left
+
+    def touch(self, depth: int | None = None) -> None:
+        """It has been used, and no lease names it: see Order."""
+        name = self.name
+        assert name is not None, "what is idle has a name"
+        self.home.idle.touch(self.slot, name, depth)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
+class Shares:
+    """How the slots of each segment may be used."""
+
+    copies: float
+    """At most this share may hold copies."""
+    hard_pins: float
+    """At most this share may be pinned hard."""
+    eviction: str
+    """A key of EVICTIONS."""
+
+
 class Slots:
     """One segment's slots.
 
-    Owns its free list and the blocks in the other slots. Always: free + used == place.slots, `idle` holds
-    exactly the cached blocks that no lease names, and at most `copies_max` blocks are copies. Mutates: take,
-    adopt, give, keep.
+    Owns its free list and the tables of the blocks in the other slots. Always: free + used == place.slots, `idle`
+    holds exactly the cached blocks that no lease names, and at most `copies_max` blocks are copies. Mutates: take,
+    adopt, give, keep; and who sets what a Block has.
     """
 
-    place: Place
-    heard: float
-    """When it last announced itself."""
-    copies_max: int = 0
-    """The budget: so many slots may hold copies."""
-    cached: int = 0
-    """Blocks with a name."""
-    copies: int = 0
-    """Blocks that are copies, committed or not."""
-    idle: LeastRecent[Block] = field(default_factory=LeastRecent)
-    used: dict[int, Block] = field(default_factory=dict)
-    news: News = field(default_factory=News)
-    """What the segment has yet to note down."""
-
-    def __post_init__(self) -> None:
-        self._free = list(range(self.place.slots - 1, -1, -1))  # taken from the end: low numbers first
+    def __init__(self, number: int, place: Place, heard: float, shares: Shares) -> None:
+        """`number` is unlike that of any other segment that was ever there."""
+        count = place.slots
+        self.number = number
+        self.place = place
+        self.heard = heard
+        """When it last announced itself."""
+        self.left = False
+        """Whether it is gone."""
+        self.copies_max = int(shares.copies * count)
+        """The budget: so many slots may hold copies."""
+        self.cached = 0
+        """Blocks with a name."""
+        self.idle = Idle(EVICTIONS[shares.eviction](count), int(shares.hard_pins * count))
+        self.names: list[BlockHash | None] = [None] * count
+        self.generations = array("Q", bytes(8 * count))  # 0 is a free slot
+        self.leases = array("I", bytes(4 * count))
+        self.copy_slots: set[int] = set()
+        self.spoiled: set[int] = set()
+        self.news = News()
+        """What the segment has yet to note down."""
+        self._free = array("I", range(count - 1, -1, -1))  # taken from the end: low numbers first
 
     @property
     def free(self) -> int:
@@ -62,55 +131,75 @@ class Slots:
     @property
     def room(self) -> int:
         """Slots that can be had, if need be by evicting."""
-        return len(self._free) + len(self.idle)
+        return len(self._free) + self.idle.evictable
+
+    @property
+    def copies(self) -> int:
+        """Blocks that are copies, committed or not."""
+        return len(self.copy_slots)
 
     @property
     def copies_room(self) -> int:
         """Copies that can still be taken."""
         return min(self.room, self.copies_max - self.copies)
 
+    @property
+    def leased(self) -> int:
+        """Cached blocks that a lease names."""
+        return self.cached - len(self.idle)
+
+    def used(self) -> Iterator[Block]:
+        """The blocks in the slots that are not free. O(slots)."""
+        return (Block(self, slot) for slot, generation in enumerate(self.generations) if generation)
+
+    def at(self, grant: Grant) -> Block | None:
+        """The block that was granted, if its slot still holds it."""
+        known = 0 <= grant.slot < self.place.slots and 0 < grant.generation == self.generations[grant.slot]
+        return Block(self, grant.slot) if known else None
+
     def take(self, generation: int, copy: bool) -> Block:
         """Put a free slot to use, reserved for one lease."""
         slot = self._free.pop()
-        block = Block(self, Grant(self.place.segment, slot, generation), leases=1, copy=copy)
-        self.used[slot] = block
-        self.copies += copy
-        return block
+        self.generations[slot] = generation
+        self.leases[slot] = 1
+        if copy:
+            self.copy_slots.add(slot)
+        return Block(self, slot)
 
     def adopt(self, notes: Sequence[Note]) -> list[Block]:
         """Put free slots to the use that they have been noted for, cached; the others' notes are old. O(slots)."""
         free = set(self._free)
         taken = {note.slot: note for note in reversed(notes) if note.slot in free}
-        self._free = [slot for slot in self._free if slot not in taken]
-        blocks = [
-            Block(self, Grant(self.place.segment, note.slot, note.generation), BlockHash(note.name))
-            for note in notes
-            if taken.get(note.slot) is note
-        ]
-        self.used.update((block.grant.slot, block) for block in blocks)
-        self.cached += len(blocks)
-        return blocks
+        self._free = array("I", [slot for slot in self._free if slot not in taken])
+        for slot, note in taken.items():
+            self.generations[slot] = note.generation
+            self.names[slot] = BlockHash(note.name)
+        self.cached += len(taken)
+        return [Block(self, note.slot) for note in notes if taken.get(note.slot) is note]
 
     def give(self, block: Block) -> None:
         """The slot holds nothing any more."""
         assert block.name is None, "a block is forgotten before its slot is free"
-        del self.used[block.grant.slot]
-        self._free.append(block.grant.slot)
-        if block.copy:
-            self.keep(block)
+        self.generations[block.slot] = 0
+        self.spoiled.discard(block.slot)
+        self.copy_slots.discard(block.slot)
+        self._free.append(block.slot)
 
     def keep(self, block: Block) -> None:
         """No other segment has this block any more, so it is no copy."""
-        self.copies -= block.copy
-        block.copy = False
+        self.copy_slots.discard(block.slot)
 
     def check(self) -> None:
         """Asserts that no slot is lost or doubled, and that `idle` and `cached` are what they say."""
-        assert sorted([*self._free, *self.used]) == list(range(self.place.slots))
-        assert all(block.grant.slot == slot and block.home is self for slot, block in self.used.items())
-        assert self.copies == sum(block.copy for block in self.used.values()) <= self.copies_max
-        assert self.cached == sum(block.name is not None for block in self.used.values())
-        idle = {block for block in self.used.values() if block.name is not None and block.leases == 0}
-        assert set(self.idle) == idle
-        assert len(self.idle) == len(idle)
-        assert all(block.name is not None or block.leases > 0 for block in self.used.values())
+        used = list(self.used())
+        slots = {block.slot for block in used}
+        assert sorted([*self._free, *slots]) == list(range(self.place.slots))
+        assert self.copy_slots | self.spoiled <= slots
+        assert self.copies <= self.copies_max
+        named = {block.slot for block in used if block.name is not None}
+        assert self.cached == len(named) == sum(name is not None for name in self.names)
+        assert set(self.idle) == {slot for slot in named if not self.leases[slot]}
+        assert all(self.idle.kind(slot) is None for slot in slots - named), "what has no name is not pinned"
+        assert self.idle.pinned == sum(self.idle.kind(slot) is not None for slot in named)
+        assert all(self.leases[slot] > 0 for slot in slots - named)
+        self.idle.check()

@@ -268,6 +268,8 @@ class Stats(Message):
     """Since the start."""
     copies: int
     """Cached or reserved in one segment as copies of what another has; in `cached` and `reserved` too."""
+    pinned: int = 0
+    """Cached and pinned, soft or hard."""
 
 
 class Done(Message):

@@ -33,9 +33,11 @@ def a_place(segment: str = "kv", slots: int = 4, incarnation: str = "a", layout:
     return Place(SegmentId(segment), Incarnation(incarnation), "tcp://nowhere", HOST, "", slots, layout)
 
 
-def an_index(*, copies_share: float = 0.5, **slots: int) -> Index:
+def an_index(
+    *, copies_share: float = 0.5, hard_pins_share: float = 0.5, eviction: str = "lru", **slots: int
+) -> Index:
     """With these segments."""
-    index = Index(copies_share)
+    index = Index(copies_share, hard_pins_share=hard_pins_share, eviction=eviction)
     for segment, count in (slots or {"kv": 4}).items():
         index.announce(a_place(segment, count), 0, 0.0)
     return index

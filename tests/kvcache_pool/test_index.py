@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvcache_pool.api import Grant, Lease, LeaseLost, PoolFull
+from kvcache_pool.api import Grant, Lease, LeaseLost, PinKind, PoolFull
+from kvcache_pool.eviction import EVICTIONS
 from kvcache_pool.index import SEGMENT_SILENT_S, Index
 from kvcache_pool.leases import QUARANTINE_S
 from protocol.ids import Incarnation, SegmentId
@@ -434,14 +435,164 @@ def test_what_could_not_be_copied_or_was_used_since_does_not_go_first() -> None:
     index.check()
 
 
+def evict(index: Index, count: int, near: str | None = None) -> None:
+    """As much as a prompt needs that comes and goes."""
+    index.release(index.acquire(an_ask([], unnamed=count, near=near), 0.0).lease)
+
+
+def test_soft_pins_go_when_nothing_else_is_left_and_end_with_their_time() -> None:
+    index = an_index(kv=4)
+    cache(index, 1, 2)
+    cache(index, 3, 4)
+    assert index.pin(names(1, 2), PinKind.SOFT, 10.0) == 2
+    assert index.stats().pinned == 2
+    evict(index, 2)
+    assert (index.find(names(1, 2)).reach, index.find(names(3)).reach) == (2, 0)
+    index.check()
+    evict(index, 3)
+    assert (index.find(names(1, 2)).reach, index.stats().pinned) == (1, 1)
+    cache(index, 5, 6)
+    index.expire(10.0)
+    assert index.stats().pinned == 0
+    index.check()
+    cache(index, 5, 6)
+    evict(index, 2)
+    assert (index.find(names(1)).reach, index.find(names(5, 6)).reach) == (0, 2)
+
+
+def test_pinned_prefixes_keep_their_fronts_longest_also_when_their_pins_are_over() -> None:
+    for end_pins in (
+        lambda index: index.unpin(names(1, 2, 3)),
+        lambda index: index.expire(10.0),
+        lambda index: None,
+    ):
+        index = an_index(kv=4)
+        cache(index, 1, 2, 3)
+        index.pin(names(1, 2, 3), PinKind.SOFT, 10.0)
+        end_pins(index)
+        for left in (2, 1):
+            evict(index, 4 - left)
+            assert index.find(names(1, 2, 3)).reach == left
+        index.check()
+
+
+def test_hard_pins_are_never_evicted_and_a_pool_cannot_be_pinned_shut() -> None:
+    index = an_index(kv=4)
+    cache(index, 1, 2, 3)
+    assert index.pin(names(1, 2, 3), PinKind.HARD, 10.0) == 2  # half of the four
+    assert index.pin(names(9, 1), PinKind.HARD, 10.0) == 0
+    with pytest.raises(PoolFull):
+        index.acquire(an_ask([], unnamed=3), 0.0)
+    with pytest.raises(PoolFull):
+        index.acquire(an_ask(names(1, 2), unnamed=3), 0.0)  # two of its own, which count as taken in any case
+    evict(index, 2)
+    assert index.find(names(1, 2, 3)).reach == 2
+    index.check()
+    assert index.unpin(names(1, 2, 3)) == 2
+    evict(index, 4)
+    assert index.find(names(1)).reach == 0
+    index.check()
+
+
+def test_a_pin_of_a_leased_block_counts_when_the_lease_ends() -> None:
+    index = an_index(kv=4)
+    cache(index, 1, 2)
+    lease = index.acquire(an_ask(names(1, 2)), 0.0)
+    assert index.pin(names(1), PinKind.HARD, 10.0) == 1
+    index.check()
+    index.release(lease.lease)
+    index.check()
+    evict(index, 3)
+    assert index.find(names(1)).reach == 1
+    index.expire(10.0)
+    evict(index, 4)
+    assert index.find(names(1)).reach == 0
+
+
+def test_one_replica_is_pinned_and_where_hard_pins_have_room() -> None:
+    index = an_index(a=2, b=4, hard_pins_share=0.25)  # none in a, one in b
+    cache(index, 1, 2, near="a")
+    assert index.pin(names(1), PinKind.HARD, 10.0) == 0
+    assert index.pin(names(1), PinKind.SOFT, 10.0) == 1
+    copy(index, 1, 2, near="b")
+    assert index.pin(names(1), PinKind.HARD, 10.0) == 1
+    assert [one.pinned for one in index.segment_stats()] == [0, 1]
+    assert index.pin(names(1, 2), PinKind.HARD, 20.0) == 1
+    index.check()
+    assert index.leave(SegmentId("b"), Incarnation("a"))
+    assert index.stats().pinned == 0
+    index.check()
+
+
+def test_remove_forgets_a_block_everywhere_with_its_pin_but_for_leases() -> None:
+    index = an_index(a=4, b=4)
+    cache(index, 1, 2, 3, near="a")
+    copy(index, 1, near="b")
+    index.pin(names(1, 2, 3), PinKind.HARD, 10.0)
+    lease = index.acquire(an_ask(names(1, 2), near="a"), 0.0)
+    assert index.remove(names(1, 2, 3, 4)) == 1
+    assert (index.find(names(1, 2)).held, index.find(names(3)).reach) == ({"a": 2}, 0)
+    assert (index.stats().pinned, index.stats().copies) == (0, 0)
+    index.check()
+    index.release(lease.lease)
+    assert index.remove(names(1, 2, 1)) == 2
+    assert index.stats().free == 8
+    index.check()
+
+
+def test_clear_discard_and_a_new_life_end_pins() -> None:
+    index = an_index(kv=8)
+    first = cache(index, 1, 2, 3)
+    assert index.pin(names(1, 2, 3), PinKind.HARD, 10.0) == 3
+    index.discard(first.targets[2:])
+    assert index.stats().pinned == 2
+    assert index.clear() == 2
+    assert (index.stats().pinned, index.stats().free) == (0, 8)
+    cache(index, 1)
+    index.pin(names(1), PinKind.HARD, 10.0)
+    index.announce(a_place("kv", 8, "b"), 0, 0.0)
+    assert index.stats().pinned == 0
+    index.check()
+
+
+def test_segments_are_counted_each() -> None:
+    index = an_index(a=4, b=3)
+    cache(index, 1, 2, near="a")
+    copy(index, 1, near="b")
+    index.pin(names(1), PinKind.SOFT, 10.0)
+    held = index.acquire(an_ask(names(1, 2), unnamed=1, near="a"), 0.0)
+    a, b = index.segment_stats()
+    assert (a.segment, a.incarnation, a.host, a.total) == ("a", "a", "here", 4)
+    assert (a.free, a.cached, a.leased, a.pinned, a.copies) == (1, 2, 2, 1, 0)
+    assert (b.total, b.free, b.cached, b.leased, b.pinned, b.copies) == (3, 2, 1, 0, 0, 1)
+    index.release(held.lease)
+
+
+@pytest.mark.parametrize("eviction", ["lru", "lfu", "length_aware"])
+def test_ends_go_before_fronts_across_turns_of_a_chat(eviction: str) -> None:
+    index = an_index(kv=8, eviction=eviction)
+    cache(index, 1, 2, 3)
+    cache(index, 1, 2, 3, 4, 5)
+    lease = index.acquire(an_ask(names(6), reuse=0), 0.0)
+    index.commit(lease.lease, [0], names(6), 0.0)
+    index.release(lease.lease, before=5)
+    index.touch(names(1, 2, 3, 4, 5))
+    for left in (7, 6, 5, 4, 3, 2, 1):
+        evict(index, 8 - left)
+        index.check()
+        stats = index.stats()
+        assert index.find(names(1, 2, 3, 4, 5, 6)).reach == stats.cached <= left
+
+
 class History(RuleBasedStateMachine):
     """Any order of any calls, on a small pool, with a model of what must be protected."""
 
     chains = st.lists(st.integers(0, 5), max_size=5, unique=True)
 
-    @initialize()
-    def begin(self) -> None:
-        self.index = an_index(a=4, b=3)
+    @initialize(eviction=st.sampled_from(sorted(EVICTIONS)))
+    def begin(self, eviction: str) -> None:
+        self.index = an_index(a=4, b=3, eviction=eviction)
+        self.hard: dict[int, float] = {}  # numbers of blocks that are pinned hard, and until when
         self.incarnations = {"a": "a", "b": "a"}
         self.now = 0.0
         self.leases: list[tuple[Lease, float]] = []
@@ -471,7 +622,7 @@ class History(RuleBasedStateMachine):
             lease = self.index.acquire(ask, self.now)
         except PoolFull:
             assert self.index.stats() == before
-            assert count > room - reused
+            assert count > room - reused - len(self.hard)
             return
         assert count <= room
         assert len(lease.sources) == reused
@@ -514,10 +665,50 @@ class History(RuleBasedStateMachine):
         if self.leases:
             lease, _ = data.draw(st.sampled_from(self.leases))
             self.index.discard([*lease.sources, *granted_of(lease)][:2])
+            self.forgotten()
+
+    def forgotten(self) -> None:
+        """Pins end with what they pinned; that nothing else ends them is a law."""
+        self.hard = {number: end for number, end in self.hard.items() if self.index.find(names(number)).reach}
+
+    @rule(chain=chains, kind=st.sampled_from(PinKind), for_s=st.sampled_from([1.0, 30.0, 90.0]))
+    def pin(self, chain: list[int], kind: PinKind, for_s: float) -> None:
+        self.index.expire(self.now)
+        pinned = self.index.pin(names(*chain), kind, self.now + for_s)
+        assert pinned <= self.index.find(names(*chain)).reach
+        if kind is PinKind.SOFT:
+            assert pinned == self.index.find(names(*chain)).reach
+        for number in chain[:pinned]:
+            self.hard.pop(number, None)
+            if kind is PinKind.HARD:
+                self.hard[number] = self.now + for_s
+
+    @rule(chain=chains)
+    def unpin(self, chain: list[int]) -> None:
+        self.index.unpin(names(*chain))
+        self.unpinned(chain)
+
+    @rule(chain=chains)
+    def remove(self, chain: list[int]) -> None:
+        before = self.index.stats()
+        self.index.remove(names(*chain))
+        self.unpinned(chain)
+        assert self.index.stats().leased == before.leased
+        held = {grant for lease in self.living() for grant in lease.sources}
+        left = [grant for name, _, grant in self.index.named() if name in names(*chain)]
+        assert all(grant in held or grant in self.granted() for grant in left)
+
+    def unpinned(self, chain: list[int]) -> None:
+        for number in chain:
+            self.hard.pop(number, None)
+
+    def granted(self) -> set[Grant]:
+        return {grant for lease, _ in self.leases for grant in granted_of(lease)}
 
     @rule()
     def clear(self) -> None:
         self.index.clear()
+        self.forgotten()
         assert self.index.stats().cached == self.index.stats().leased
 
     @rule(seconds=st.sampled_from([0.5, 5.0, 40.0]))
@@ -533,6 +724,7 @@ class History(RuleBasedStateMachine):
             self.lives += 1
             self.incarnations[segment] = f"life {self.lives}"
             self.index.announce(a_place(segment, 3, self.incarnations[segment]), self.lives, self.now)
+        self.forgotten()
 
     @invariant()
     def laws(self) -> None:
@@ -540,6 +732,9 @@ class History(RuleBasedStateMachine):
             self.index.check()
             stats = self.index.stats()
             assert stats.free + stats.cached + stats.reserved == stats.total
+            self.hard = {number: end for number, end in self.hard.items() if end > self.now}
+            assert all(self.index.find(names(number)).reach for number in self.hard), "a hard pin was evicted"
+            assert len(self.hard) <= 2 + 1
             assert stats.copies <= 2 + 1  # half of a's four slots, and of the three of b
 
     def teardown(self) -> None:

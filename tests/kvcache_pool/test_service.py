@@ -12,20 +12,28 @@ from kvcache_pool.api import (
     Acquire,
     Announce,
     Corrupt,
+    Counted,
     Directory,
     Done,
+    GetSegments,
     Goodbye,
     LeaseLost,
+    Pin,
+    PinKind,
     PoolFull,
     ReadLayer,
+    Remove,
     Renew,
     Runs,
+    Segments,
     Stale,
+    Unpin,
     WriteLayer,
     new_lease,
 )
 from kvcache_pool.config import KVCacheConfig
 from kvcache_pool.index import Index
+from kvcache_pool.pins import PIN_S_MAX
 from kvcache_pool.segment import SHM, checksum
 from kvcache_pool.service import DirectoryService, announce, place_of
 from protocol.cluster import Manifest
@@ -68,6 +76,31 @@ async def test_a_block_from_acquire_to_clear(pool: Pool) -> None:
     assert (await directory.stats()).free == 6
 
 
+async def test_blocks_are_pinned_unpinned_and_removed_and_segments_tell_of_it(pool: Pool) -> None:
+    lease = await pool.directory.acquire(an_ask(names(1, 2)))
+    await pool.directory.commit(lease.lease, [0, 1], names(1, 2))
+    await pool.directory.release(lease.lease)
+    async with Client(pool.transport, pool.address) as client:
+
+        async def counted(message: Message) -> int:
+            return (await client.call(message, Counted, within_s=5.0)).blocks
+
+        assert await counted(Pin(names(1, 2, 3), PinKind.HARD, 60.0)) == 2
+        with pytest.raises(PoolFull):
+            await pool.directory.acquire(an_ask([], unnamed=5))
+        assert await counted(Unpin(names(2, 3))) == 1
+        (one,) = (await client.call(GetSegments(), Segments, within_s=5.0)).segments
+        assert (one.segment, one.incarnation, one.host) == ("kv-0", pool.place().incarnation, HOST)
+        assert (one.total, one.free, one.cached, one.leased, one.pinned, one.copies) == (6, 4, 2, 0, 1, 0)
+        assert (await pool.directory.stats()).pinned == 1
+        assert await counted(Pin(names(2), PinKind.SOFT, 0.1)) == 1
+        async with asyncio.timeout(5.0):
+            while (await pool.directory.stats()).pinned > 1:  # noqa: ASYNC110 - only the service can tell
+                await asyncio.sleep(0.05)
+        assert await counted(Remove(names(1, 2, 3))) == 2
+    assert (await pool.directory.stats()).free == 6
+
+
 async def test_two_leases_put_one_block_at_once(pool: Pool) -> None:
     leases = await asyncio.gather(*(pool.directory.acquire(an_ask(names(1, 2))) for _ in range(2)))
     await asyncio.gather(*(pool.directory.commit(lease.lease, [0, 1], names(1, 2)) for lease in leases))
@@ -86,6 +119,9 @@ async def test_nonsense_is_refused_and_changes_nothing(pool: Pool) -> None:
             an_ask(names(1), copies=-1),
             Renew(lease.lease, float("inf")),
             Announce(a_place(slots=0)),
+            Announce(a_place(slots=1 << 40)),
+            Announce(a_place(), 1 << 63),
+            *(Pin(names(1), PinKind.SOFT, for_s) for for_s in (0.0, -1.0, PIN_S_MAX + 1, float("nan"))),
             ReadLayer(3, [0], [1]),
             ReadLayer(0, [0, 1], [1]),
             ReadLayer(0, [0], [-1]),

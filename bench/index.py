@@ -1,0 +1,136 @@
+"""What the directory's index costs when it is large: time to find a prefix, and memory a block.
+
+No service is started: the index is pure. It is filled as conversations fill it, in turns, in a process of its own
+so that its memory can be told from everything else's.
+"""
+
+import gc
+import hashlib
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.report import Row, Spread
+from bench.setup import Setup
+from kvcache_pool.api import Acquire, Place, new_lease
+from kvcache_pool.index import Index
+from protocol.blocks import BlockLayout
+from protocol.ids import BlockHash, Incarnation, SegmentId
+
+ABOUT = "the directory's index with a million blocks: a lookup, a lease, and memory"
+
+BLOCKS = 1_000_000
+"""In the pool, all of them cached."""
+
+PREFIX = 200
+"""Blocks of a prompt, all of them cached."""
+
+TURNS = 4
+"""In so many each prompt has grown to its length, all prompts by turns: its blocks lie scattered."""
+
+SEGMENTS = 4
+"""Which share the blocks."""
+
+FIND_US_MAX = 100.0
+"""Ten thousand lookups a second of index time, twice what the whole rpc should do."""
+
+BLOCK_BYTES_MAX = 250.0
+"""A block of even a small model is megabytes."""
+
+FINDS = 500
+"""Prompts that are found and leased in one run, drawn at random: most of them are in no cache of the processor."""
+
+LAYOUT = BlockLayout(layers=1, kv_heads=1, head_dim=1, block_tokens=16, kv_type="bfloat16")
+"""Any: no bytes are moved."""
+
+
+class Cost(NamedTuple):
+    """Of one run. Times are medians."""
+
+    find_us: float
+    lease_us: float
+    """A prompt that is wholly cached is leased and released."""
+    bytes: float
+    """Resident memory that one block adds."""
+
+
+async def run(setup: Setup) -> list[Row]:
+    """Fill, ask, and weigh, as often as there are runs."""
+    context = multiprocessing.get_context("spawn")
+    costs = []
+    for seed in range(setup.seed, setup.seed + setup.runs):
+        with ProcessPoolExecutor(1, mp_context=context) as process:
+            costs.append(process.submit(cost_of, BLOCKS, seed).result())
+    return [
+        Row(f"find {PREFIX} blocks of a million", "us", _spread(costs, "find_us"), limit=FIND_US_MAX),
+        Row(f"lease and release {PREFIX} blocks", "us", _spread(costs, "lease_us")),
+        Row("memory of the index", "bytes/block", _spread(costs, "bytes"), limit=BLOCK_BYTES_MAX),
+    ]
+
+
+def _spread(costs: Sequence[Cost], name: str) -> Spread:
+    return Spread.of([getattr(cost, name) for cost in costs])
+
+
+def cost_of(blocks: int, seed: int) -> Cost:
+    """Of an index with so many blocks. To be called in a fresh process. Takes ten seconds for a million."""
+    dice, prompts = random.Random(seed), blocks // PREFIX
+    before = _resident_bytes()
+    index = a_full_index(prompts)
+    gc.collect()
+    grown = _resident_bytes() - before
+    finds, leases = [], []
+    for chain in [chain_of(dice.randrange(prompts)) for _ in range(FINDS)]:
+        began = time.perf_counter()
+        found = index.find(chain)
+        finds.append(time.perf_counter() - began)
+        assert found.reach == PREFIX
+    for chain in [chain_of(dice.randrange(prompts)) for _ in range(FINDS)]:
+        began = time.perf_counter()
+        lease = index.acquire(Acquire(new_lease(), "bench", chain, PREFIX, 0, None), now=0.0)
+        index.release(lease.lease)
+        leases.append(time.perf_counter() - began)
+        assert len(lease.sources) == PREFIX
+    return Cost(1e6 * Spread.of(finds).median, 1e6 * Spread.of(leases).median, grown / (prompts * PREFIX))
+
+
+def a_full_index(prompts: int) -> Index:
+    """Every slot has a block, of so many prompts, a multiple of SEGMENTS."""
+    index = Index()
+    segments = [SegmentId(f"kvcache-{number}") for number in range(SEGMENTS)]
+    for segment in segments:
+        place = Place(segment, Incarnation("1"), "", "", "", prompts * PREFIX // SEGMENTS, LAYOUT)
+        index.announce(place, generation=0, now=0.0)
+    for turn in range(1, TURNS + 1):
+        for prompt in range(prompts):
+            chain = chain_of(prompt)[: turn * PREFIX // TURNS]
+            ask = Acquire(new_lease(), "bench", chain, PREFIX, 0, segments[prompt % SEGMENTS])
+            lease = index.acquire(ask, now=0.0)
+            count = len(lease.targets)
+            index.commit(lease.lease, list(range(count)), chain[-count:], now=0.0)
+            index.release(lease.lease)
+            _note_down(index, segments[prompt % SEGMENTS])
+    assert index.stats().cached == prompts * PREFIX
+    return index
+
+
+def _note_down(index: Index, segment: SegmentId) -> None:
+    """As a segment does with each announcement: what it has heard, the index need not keep."""
+    news, number = index.news(segment, 0)
+    while news:
+        news, number = index.news(segment, number)
+
+
+def chain_of(prompt: int) -> list[BlockHash]:
+    """The names of a prompt's blocks, made anew as they come in a message."""
+    return [BlockHash(hashlib.sha256(b"%d %d" % (prompt, block)).digest()) for block in range(PREFIX)]
+
+
+def _resident_bytes() -> int:
+    """Of this process."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGESIZE")

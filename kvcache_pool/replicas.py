@@ -1,0 +1,108 @@
+"""Of each name the blocks that have it, in the segments that are there: finding and pinning. Pure."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvcache_pool.api import Found, PinKind
+from kvcache_pool.names import Names, home_of, slot_of
+from kvcache_pool.slots import Block, Slots
+from protocol.ids import BlockHash
+
+
+class Replicas:
+    """All cached blocks, by name; at most one of a name in a segment. Mutates: join, leave, add, remove, pin,
+    unpin."""
+
+    def __init__(self) -> None:
+        self._names = Names()
+        self._homes: dict[int, Slots] = {}
+
+    def __iter__(self) -> Iterator[BlockHash]:
+        """All names."""
+        return iter(self._names)
+
+    def join(self, slots: Slots) -> None:
+        """A segment is there, and holds nothing yet."""
+        self._homes[slots.number] = slots
+
+    def leave(self, slots: Slots) -> None:
+        """A segment is gone; its blocks have been removed."""
+        del self._homes[slots.number]
+
+    def add(self, name: BlockHash, block: Block) -> int:
+        """It is here too. Returns how many blocks have the name now."""
+        return self._names.add(name, block.where)
+
+    def remove(self, name: BlockHash, block: Block) -> list[Block]:
+        """It is here no more. Returns where it still is."""
+        return [self._block(place) for place in self._names.remove(name, block.where)]
+
+    def of(self, name: BlockHash) -> list[Block]:
+        """Of this name, the oldest first."""
+        return [self._block(place) for place in self._names.places(name)]
+
+    def count(self, name: BlockHash) -> int:
+        """How many there are of this name."""
+        return len(self._names.places(name))
+
+    def find(self, blocks: Sequence[BlockHash]) -> Found:
+        """The longest unbroken prefix, in all segments together and in each alone."""
+        reach, held = self._names.reach(blocks)
+        return Found(reach, {str(self._homes[home].place.segment): count for home, count in held.items()})
+
+    def choose(self, blocks: Sequence[BlockHash], near: Slots | None) -> list[Block]:
+        """One replica of each block of the cached prefix: near, else where the one before was, else the oldest."""
+        chosen: list[Block] = []
+        last = near
+        for name in blocks:
+            replicas = self.of(name)
+            if not replicas:
+                break
+            block = replicas[0]
+            if len(replicas) > 1:
+                block = in_segment(near, replicas) or in_segment(last, replicas) or block
+            chosen.append(block)
+            last = block.home
+        return chosen
+
+    def pin(self, blocks: Iterable[BlockHash], kind: PinKind, end: float) -> int:
+        """See Index.pin."""
+        kept: list[Block] = []
+        for name in blocks:
+            # The one that has a pin already keeps it, if it can.
+            replicas = sorted(self.of(name), key=lambda one: one.home.idle.kind(one.slot) is None)
+            block = next((one for one in replicas if one.home.idle.pin(one.slot, name, kind, end)), None)
+            if block is None:
+                break
+            kept.append(block)
+            for other in replicas:
+                if other is not block:
+                    other.home.idle.unpin(other.slot, name)
+        for block in reversed(kept):
+            if block.leases == 0:
+                block.touch()
+        return len(kept)
+
+    def unpin(self, blocks: Sequence[BlockHash]) -> int:
+        """See Index.unpin."""
+        replicas = [(block, name) for name in reversed(blocks) for block in self.of(name)]
+        return sum(block.home.idle.unpin(block.slot, name) for block, name in replicas)
+
+    def check(self) -> int:
+        """Asserts that each name has blocks that say so, one in a segment. Returns how many blocks there are."""
+        count = 0
+        for name in self:
+            replicas = self.of(name)
+            assert replicas, "a name without a block"
+            assert len({block.home for block in replicas}) == len(replicas), "twice in a segment"
+            assert len(replicas) > 1 or not replicas[0].copy, "what is nowhere else is no copy"
+            assert all(block.name == name and not block.spoiled for block in replicas)
+            count += len(replicas)
+        return count
+
+    def _block(self, place: int) -> Block:
+        return Block(self._homes[home_of(place)], slot_of(place))
+
+
+def in_segment(slots: Slots | None, replicas: Sequence[Block]) -> Block | None:
+    """The one of these that is in this segment, if one is."""
+    return next((block for block in replicas if block.home is slots), None)
