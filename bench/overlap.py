@@ -20,9 +20,10 @@ from bench.engine import BareEngine, bare_engine
 from bench.report import Row, Spread
 from bench.service import running
 from bench.setup import Setup, random_prompt
+from kvcache_pool.announcing import place_of
 from kvcache_pool.api import Grant, Priority
-from kvcache_pool.segment import Geometry, Segment
-from kvcache_pool.service import place_of
+from kvcache_pool.geometry import Geometry
+from kvcache_pool.segment import Segment
 from kvcache_pool.transfer.mover import PoolMover, Reach
 from protocol.ids import SegmentId
 from protocol.instance import new_incarnation

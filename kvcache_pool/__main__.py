@@ -6,14 +6,20 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
 
+from kvcache_pool.announcing import announce, place_of
 from kvcache_pool.config import KVCacheConfig
+from kvcache_pool.geometry import Geometry
 from kvcache_pool.index import Index
-from kvcache_pool.segment import Geometry, Segment, reclaim
-from kvcache_pool.service import DirectoryService, SegmentService, announce, place_of
+from kvcache_pool.segment import Segment, reclaim
+from kvcache_pool.service import DirectoryService, SegmentService
+from kvcache_pool.tiers import DiskTier, beside, disk_segment
+from protocol.blocks import BlockLayout
 from protocol.cluster import Manifest
 from protocol.errors import PeerLost
-from protocol.ids import SegmentId
+from protocol.ids import Incarnation, SegmentId
 from protocol.instance import Role, Work, new_incarnation, run_instance
 from protocol.process import run_service
 from protocol.registry import REPORT_EVERY_S, GetManifest, Heard, Load, Pool
@@ -36,23 +42,45 @@ async def serve(config: KVCacheConfig) -> None:
     try:
         manifest = await _manifest(transport, config.conductor)
         geometry = Geometry.within(manifest.layout, config.size_bytes)
-        segment = Segment(SegmentId(config.instance), new_incarnation(), geometry)
-        try:
-            if not segment.adopted:
-                segment.memory.self_test()
-            said = "memory for %d blocks, %d MiB%s"
-            whence = ", taken over from an earlier life" if segment.adopted else ""
-            log.info(said, geometry.slots, geometry.file_bytes >> 20, whence, extra={"path": segment.path})
-            await _serve(transport, config, manifest, segment)
-        finally:
-            segment.close()
+        with ExitStack() as stack:
+            segment = Segment(SegmentId(config.instance), new_incarnation(), geometry)
+            stack.callback(segment.close)
+            _tested(segment)
+            disk = _disk(config, manifest.layout, segment.incarnation)
+            if disk is not None:
+                stack.callback(disk.close)
+                _tested(disk)
+            await _serve(transport, config, manifest, segment, disk)
     finally:
         transport.close()
 
 
-async def _serve(transport: Transport, config: KVCacheConfig, manifest: Manifest, segment: Segment) -> None:
+def _disk(config: KVCacheConfig, layout: BlockLayout, incarnation: Incarnation) -> Segment | None:
+    """The disk tier, if there is to be one. Raises OSError."""
+    if not config.disk_path:
+        return None
+    folder = Path(config.disk_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    geometry = Geometry.within(layout, config.disk_bytes)
+    return Segment(disk_segment(SegmentId(config.instance)), incarnation, geometry, folder, keep=True)
+
+
+def _tested(segment: Segment) -> None:
+    """What holds nothing is tested; what holds something is verified at each read."""
+    if not segment.adopted:
+        segment.memory.self_test()
+    said = "room for %d blocks, %d MiB%s"
+    whence = ", taken over from an earlier life" if segment.adopted else ""
+    geometry = segment.memory.geometry
+    log.info(said, geometry.slots, geometry.file_bytes >> 20, whence, extra={"path": segment.path})
+
+
+async def _serve(
+    transport: Transport, config: KVCacheConfig, manifest: Manifest, segment: Segment, disk: Segment | None
+) -> None:
     host = config.host or socket.gethostname()
     bytes_service = SegmentService(segment)
+    disk_tier = DiskTier(segment, disk) if disk is not None else None
     directory: DirectoryService | None = None
     if config.directory:
         directory = DirectoryService(_index(config))
@@ -66,6 +94,12 @@ async def _serve(transport: Transport, config: KVCacheConfig, manifest: Manifest
         place = place_of(segment, address, host)
         await announce(segment, place, transport, lambda: address if directory is not None else elsewhere)
 
+    async def save(address: str) -> None:
+        if disk_tier is not None:
+            await disk_tier.run(
+                transport, host, beside(address), lambda: address if directory is not None else elsewhere
+            )
+
     async def sweep(_: str) -> None:
         if directory is not None:
             await directory.sweep()
@@ -76,12 +110,14 @@ async def _serve(transport: Transport, config: KVCacheConfig, manifest: Manifest
             log.warning("removed %s, whose owner is dead and has not come back", path)
 
     handlers = bytes_service.handlers() | (directory.handlers() if directory is not None else {})
-    work = Work(handlers, directory.load if directory is not None else Load, heard, (tell, sweep, tidy))
+    work = Work(handlers, directory.load if directory is not None else Load, heard, (tell, save, sweep, tidy))
     role = Role(Pool.KVCACHE, config.instance, segment.incarnation, host, manifest, config.directory)
     try:
         await run_instance(transport, role, work, listen=config.listen, conductor=config.conductor)
     finally:
         bytes_service.close()
+        if disk_tier is not None:
+            disk_tier.close()
 
 
 def _index(config: KVCacheConfig) -> Index:

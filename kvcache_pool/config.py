@@ -26,6 +26,12 @@ class KVCacheConfig:
     size_bytes: int = 768 << 20
     """Memory given to KV blocks, in /dev/shm; it is claimed whole at the start."""
 
+    disk_path: str = ""
+    """Folder for the disk tier: cached blocks are saved there and survive a restart. Empty means none."""
+
+    disk_bytes: int = 4 << 30
+    """Most that the disk tier takes of that folder; it is claimed whole at the start."""
+
     copies_share: float = 0.25
     """Most of each segment's blocks that may be copies of blocks that other segments hold too, from 0 to 1."""
 

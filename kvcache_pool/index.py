@@ -15,6 +15,7 @@ them takes the place of a block that nobody else has. When the others are gone i
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from kvcache_pool.api import (
     Acquire,
@@ -31,10 +32,11 @@ from kvcache_pool.api import (
     Stats,
 )
 from kvcache_pool.config import KVCacheConfig
+from kvcache_pool.counts import stats_of
 from kvcache_pool.leases import QUARANTINE_S, Claim, Leases
 from kvcache_pool.lives import Lives
 from kvcache_pool.replicas import Replicas, in_segment
-from kvcache_pool.rooms import rooms_for
+from kvcache_pool.rooms import copies_for, rooms_for, with_copies
 from kvcache_pool.slots import Block, Shares, Slots
 from protocol.ids import BlockHash, Incarnation, LeaseId, SegmentId
 
@@ -165,11 +167,13 @@ class Index:
             if block.leases == 0:
                 block.home.idle.drop(block.slot)
             block.leases += 1
+            if block.home.on_disk:
+                block.home.count_reading(block.slot)
         targets = [block for slots, share in rooms for block in self._reserve(slots, share)]
-        copies = self._copies(ask, sources)
-        blocks = [*_with_copies(sources, copies), *targets]
+        copies = self._copies(ask, near, sources)
+        blocks = [*with_copies(sources, copies), *targets]
         committable = [*targets, *copies.values()]
-        pairs = [(sources[source], block) for source, block in copies.items()]
+        pairs = [(sources[source], copy) for source, copy in copies.items()]
         self._leases.grant(Claim(ask.lease, ask.owner, now + ask.lease_s, blocks, committable, pairs))
         homes = {block.home: None for block in blocks}
         return Lease(
@@ -180,14 +184,18 @@ class Index:
             [Copy(source, block.grant) for source, block in copies.items()],
         )
 
-    def _copies(self, ask: Acquire, sources: list[Block]) -> dict[int, Block]:
-        """Room near the asker for copies of the sources that are elsewhere; as far as it goes, in their order."""
-        slots = self._segments.get(ask.near) if ask.near is not None and ask.copies else None
-        if slots is None:
+    def _copies(self, ask: Acquire, near: Slots | None, sources: list[Block]) -> dict[int, Block]:
+        """Room near the asker for sources that are elsewhere; as far as it goes, in their order."""
+        if near is None or near.on_disk or not ask.copies:
             return {}
-        elsewhere = [source for source, block in enumerate(sources) if block.home is not slots]
-        count = min(ask.copies, len(elsewhere), slots.copies_room)
-        return dict(zip(elsewhere, self._reserve(slots, count, copy=True), strict=False))
+        copied = copies_for(ask.copies, near, sources)
+        return dict(zip(copied, self._reserve(near, len(copied), copy=True), strict=True))
+
+    def due(self, segment: SegmentId, limit: int) -> list[tuple[BlockHash, Grant]]:
+        """Blocks of this segment that should be in the other tier too, the first first."""
+        slots = self._segments.get(segment)
+        blocks = [Block(slots, slot) for slot in islice(slots.due, limit)] if slots is not None else []
+        return [(name, block.grant) for block in blocks if (name := block.name) is not None]
 
     def _reserve(self, slots: Slots, count: int, *, copy: bool = False) -> list[Block]:
         """So many slots, of which there is room for all; evicts what it must."""
@@ -351,21 +359,16 @@ class Index:
 
     def stats(self) -> Stats:
         """Counts of blocks over all segments."""
-        segments = self.segment_stats()
-        total, free, cached = (sum(getattr(one, name) for one in segments) for name in ("total", "free", "cached"))
-        leased, copies = sum(one.leased for one in segments), sum(one.copies for one in segments)
-        pinned, leases = sum(one.pinned for one in segments), len(self._leases)
-        return Stats(total, free, cached, total - free - cached, leased, leases, self._evicted, copies, pinned)
+        return stats_of(self.segment_stats(), len(self._leases), self._evicted)
 
     def segment_stats(self) -> list[SegmentStats]:
         """Counts of blocks of each segment, in the order of joining."""
-        return [
-            SegmentStats(
-                *(slots.place.segment, slots.place.incarnation, slots.place.host, slots.place.slots),
-                *(slots.free, slots.cached, slots.leased, slots.idle.pinned, slots.copies),
-            )
-            for slots in self._segments.values()
-        ]
+        return [slots.stats() for slots in self._segments.values()]
+
+    def catalogue(self, segment: SegmentId, after: int, limit: int) -> list[Note]:
+        """What the slots of a segment hold that come after this one, in their order."""
+        slots = self._segments.get(segment)
+        return slots.catalogue(after, limit) if slots is not None else []
 
     def segments(self) -> list[SegmentId]:
         """Those that are there, in the order of joining."""
@@ -391,10 +394,3 @@ class Index:
         generations = {block.grant.generation for block in used}
         assert len(generations) == len(used)
         assert max(generations, default=0) <= self._generation
-
-
-def _with_copies(sources: list[Block], copies: dict[int, Block]) -> list[Block]:
-    """Each source with its copy, so that both are used, and one day evicted, in the order of the prompt."""
-    if not copies:
-        return sources
-    return [block for n, source in enumerate(sources) for block in (source, copies.get(n)) if block is not None]

@@ -15,6 +15,7 @@ class Replicas:
     def __init__(self) -> None:
         self._names = Names()
         self._homes: dict[int, Slots] = {}
+        self._disks = 0
 
     def __iter__(self) -> Iterator[BlockHash]:
         """All names."""
@@ -23,18 +24,41 @@ class Replicas:
     def join(self, slots: Slots) -> None:
         """A segment is there, and holds nothing yet."""
         self._homes[slots.number] = slots
+        self._disks += slots.on_disk
+        if slots.on_disk:
+            for home in self._homes.values():
+                if not home.on_disk:
+                    home.due |= {block.slot: None for block in home.used() if self._is_unsaved(block)}
 
     def leave(self, slots: Slots) -> None:
         """A segment is gone; its blocks have been removed."""
         del self._homes[slots.number]
+        self._disks -= slots.on_disk
+        if not self._disks:
+            for home in self._homes.values():
+                home.due.clear()
 
     def add(self, name: BlockHash, block: Block) -> int:
-        """It is here too. Returns how many blocks have the name now."""
-        return self._names.add(name, block.where)
+        """It is here too. Returns how many blocks in memory have the name now."""
+        count = self._names.add(name, block.where)
+        if not self._disks:
+            return count
+        replicas = self.of(name)
+        in_memory = [one for one in replicas if not one.home.on_disk]
+        if not in_memory or len(in_memory) == len(replicas):
+            if in_memory:
+                block.home.due[block.slot] = None
+        else:
+            for one in replicas:
+                one.home.due.pop(one.slot, None)
+                one.home.read.discard(one.slot)
+        return len(in_memory)
 
     def remove(self, name: BlockHash, block: Block) -> list[Block]:
-        """It is here no more. Returns where it still is."""
-        return [self._block(place) for place in self._names.remove(name, block.where)]
+        """It is here no more. Returns where in memory it still is."""
+        block.home.due.pop(block.slot, None)
+        others = [self._block(place) for place in self._names.remove(name, block.where)]
+        return [one for one in others if not one.home.on_disk]
 
     def of(self, name: BlockHash) -> list[Block]:
         """Of this name, the oldest first."""
@@ -50,7 +74,8 @@ class Replicas:
         return Found(reach, {str(self._homes[home].place.segment): count for home, count in held.items()})
 
     def choose(self, blocks: Sequence[BlockHash], near: Slots | None) -> list[Block]:
-        """One replica of each block of the cached prefix: near, else where the one before was, else the oldest."""
+        """One replica of each block of the cached prefix: near, else where the one before was, else the oldest;
+        from a disk only if no memory has it."""
         chosen: list[Block] = []
         last = near
         for name in blocks:
@@ -59,6 +84,8 @@ class Replicas:
                 break
             block = replicas[0]
             if len(replicas) > 1:
+                replicas = [one for one in replicas if not one.home.on_disk] or replicas
+                block = replicas[0]
                 block = in_segment(near, replicas) or in_segment(last, replicas) or block
             chosen.append(block)
             last = block.home
@@ -94,10 +121,17 @@ class Replicas:
             replicas = self.of(name)
             assert replicas, "a name without a block"
             assert len({block.home for block in replicas}) == len(replicas), "twice in a segment"
-            assert len(replicas) > 1 or not replicas[0].copy, "what is nowhere else is no copy"
+            in_memory = [block for block in replicas if not block.home.on_disk]
+            assert len(in_memory) > 1 or not any(block.copy for block in replicas), "nowhere else is no copy"
+            if 0 < len(in_memory) < len(replicas):
+                assert not any(block.slot in block.home.due for block in replicas), "it is in both tiers"
             assert all(block.name == name and not block.spoiled for block in replicas)
             count += len(replicas)
         return count
+
+    def _is_unsaved(self, block: Block) -> bool:
+        name = block.name
+        return name is not None and not any(one.home.on_disk for one in self.of(name))
 
     def _block(self, place: int) -> Block:
         return Block(self._homes[home_of(place)], slot_of(place))

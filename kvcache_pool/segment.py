@@ -33,9 +33,7 @@ import fcntl
 import mmap
 import os
 import re
-import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -43,82 +41,16 @@ import numpy.typing as npt
 import xxhash
 
 from kvcache_pool.api import Corrupt, Note, Stale
-from protocol.blocks import BlockLayout
-from protocol.ids import BLOCK_HASH_BYTES, Incarnation, SegmentId
+from kvcache_pool.geometry import NAME, NAME_AT, NAME_BYTES, NOTE, SHAPE_BYTES, Geometry, name_field
+from protocol.ids import Incarnation, SegmentId
 
 SHM = Path("/dev/shm")
 """Where Linux keeps shared memory."""
 
-MAGIC = b"DANGOSEG"
-FORMAT = 2
-"""Raised when the file's layout changes; a process of another version then refuses to attach."""
-
 CREATE_TRIES = 8
 """Each needs another process to start within the same microseconds."""
 
-PAGE_BYTES = 4096
-SHAPE_BYTES = struct.calcsize("<8sI4I16sQ")
-HEADER = struct.Struct("<8sI4I16sQ64s")
-"""Magic, format, layers, kv_heads, head_dim, block_tokens, kv_type, slots, incarnation."""
-NAME_AT, NAME_BYTES = HEADER.size, 64
-"""Where the segment's name lies in the header page."""
-
-NAME = BLOCK_HASH_BYTES
-"""Bytes of a block's name."""
-NOTE = np.dtype([("generation", "<u8"), ("check", "<u8"), ("name", "u1", (NAME,))])
-"""Which block a slot holds: the generation it was written with, and its name. `check` is a checksum of both:
-a note may be half written when the power fails."""
-
 Bytes = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """Where what lies in a segment's file."""
-
-    layout: BlockLayout
-    slots: int
-
-    @property
-    def generations_at(self) -> int:
-        return PAGE_BYTES
-
-    @property
-    def checksums_at(self) -> int:
-        return self.generations_at + _aligned(8 * self.slots)
-
-    @property
-    def notes_at(self) -> int:
-        return self.checksums_at + _aligned(8 * self.slots * self.layout.layers)
-
-    @property
-    def runs_at(self) -> int:
-        return self.notes_at + _aligned(NOTE.itemsize * self.slots)
-
-    @property
-    def slot_bytes(self) -> int:
-        """From the start of one slot to the next."""
-        return _aligned(self.layout.block_bytes)
-
-    @property
-    def file_bytes(self) -> int:
-        return self.runs_at + self.slots * self.slot_bytes
-
-    @staticmethod
-    def within(layout: BlockLayout, size_bytes: int) -> "Geometry":
-        """As many slots as fit `size_bytes`, tables included. Raises ValueError if that is none."""
-        a_slot = _aligned(layout.block_bytes) + 8 * (1 + layout.layers) + NOTE.itemsize
-        slots = (size_bytes - 4 * PAGE_BYTES) // a_slot
-        if slots < 1:
-            raise ValueError(f"a segment of {size_bytes} bytes has no room for one block of {layout.block_bytes}")
-        return Geometry(layout, slots)
-
-    def header(self, incarnation: Incarnation) -> bytes:
-        """The first bytes of the file."""
-        layout = self.layout
-        shape = (layout.layers, layout.kv_heads, layout.head_dim, layout.block_tokens)
-        names = (layout.kv_type.encode(), self.slots, incarnation.encode())
-        return HEADER.pack(MAGIC, FORMAT, *shape, *names)
 
 
 class Memory:
@@ -258,7 +190,7 @@ class Segment:
         try:
             os.posix_fallocate(self._file, 0, geometry.file_bytes)
             os.pwrite(self._file, geometry.header(incarnation), 0)
-            os.pwrite(self._file, _name_field(segment), NAME_AT)
+            os.pwrite(self._file, name_field(segment), NAME_AT)
             self.memory = Memory(self._file, geometry)
         except BaseException:
             self.close()
@@ -305,9 +237,14 @@ def reclaim(folder: Path = SHM) -> list[Path]:
     return removed
 
 
+def segment_files(folder: Path = SHM) -> list[Path]:
+    """The files of this user's segments, of the living and of the dead."""
+    return sorted(folder.glob(f"{_prefix()}*"))
+
+
 def _ownerless(folder: Path) -> Iterator[tuple[int, Path]]:
     """This user's segments whose owners are dead, locked. The caller closes them."""
-    for path in sorted(folder.glob(f"{_prefix()}*")):
+    for path in segment_files(folder):
         try:
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:  # gone meanwhile, or a link
@@ -322,7 +259,7 @@ def _left_by(segment: SegmentId, folder: Path, geometry: Geometry) -> tuple[int,
     """What an earlier owner of this name left, if it has the wanted shape; the rest of what it left is removed."""
     found: tuple[int, Path] | None = None
     for file, path in _ownerless(folder):
-        if os.pread(file, NAME_BYTES, NAME_AT) != _name_field(segment):
+        if os.pread(file, NAME_BYTES, NAME_AT) != name_field(segment):
             os.close(file)
         elif found is None and _has_shape(file, geometry):
             found = file, path
@@ -379,10 +316,6 @@ def _free(folder: Path) -> int:
     return room.f_bavail * room.f_frsize
 
 
-def _name_field(segment: SegmentId) -> bytes:
-    return segment.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
-
-
 def _prefix() -> str:
     return f"dango-{os.getuid()}-"
 
@@ -390,7 +323,3 @@ def _prefix() -> str:
 def _plain(name: str) -> str:
     """A name that is safe in a path."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:64]
-
-
-def _aligned(count: int) -> int:
-    return -(-count // PAGE_BYTES) * PAGE_BYTES

@@ -6,15 +6,11 @@ time and logging are here; rules are not.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from kvcache_pool.api import (
-    ANNOUNCE_EVERY_S,
-    DIRECTORY_S,
     NOTES_MAX,
     Acquire,
     Announce,
@@ -26,15 +22,16 @@ from kvcache_pool.api import (
     Counted,
     Discard,
     Done,
+    Due,
     Found,
+    GetCatalogue,
+    GetDue,
     GetSegments,
     GetStats,
     Goodbye,
     Lease,
     Lookup,
-    Note,
     Pin,
-    Place,
     Priority,
     ReadLayer,
     Release,
@@ -53,13 +50,12 @@ from kvcache_pool.segment import Segment
 from kvcache_pool.slots import SLOTS_MAX
 from kvcache_pool.transfer.copiers import Copiers, hops
 from protocol.call import Answer
-from protocol.errors import BadMessage, DangoError
+from protocol.errors import BadMessage
 from protocol.ids import BLOCK_HASH_BYTES
 from protocol.message import Message
 from protocol.pause import sleep_unless_paused
 from protocol.registry import Load
-from protocol.rpc import Ask, Client, Handler, at_once, handler
-from protocol.transport import Transport
+from protocol.rpc import Ask, Handler, at_once, handler
 
 log = logging.getLogger("dango.kvcache")
 
@@ -94,6 +90,7 @@ class DirectoryService:
                 at_once(Acquire, self._acquire),
                 at_once(Commit, self._commit),
                 at_once(Renew, self._renew),
+                at_once(GetDue, self._due),
                 at_once(Release, self._release),
                 at_once(Discard, self._discard),
                 at_once(Clear, self._clear),
@@ -104,6 +101,7 @@ class DirectoryService:
                 at_once(GetSegments, self._segments),
                 at_once(Announce, self._announce),
                 at_once(Catalogue, self._catalogue),
+                at_once(GetCatalogue, self._told_catalogue),
                 at_once(Goodbye, self._goodbye),
             ]
         )
@@ -155,6 +153,12 @@ class DirectoryService:
         _require_lease_s(message.lease_s)
         self._index.renew(message.lease, message.lease_s, _now())
         return Done()
+
+    def _due(self, message: GetDue) -> Due:
+        if not 0 < message.limit <= NOTES_MAX:
+            raise BadMessage(f"from 1 to {NOTES_MAX} blocks can be asked for, not {message.limit}")
+        found = self._index.due(message.segment, message.limit)
+        return Due([name for name, _ in found], [grant for _, grant in found])
 
     def _release(self, message: Release) -> Done:
         self._index.release(message.lease, before=len(message.prefix))
@@ -209,6 +213,14 @@ class DirectoryService:
         count = self._index.adopt(message.segment, message.incarnation, message.notes)
         log.info("segment %s brings %d blocks, of %d noted", message.segment, count, len(message.notes))
         return Counted(count)
+
+    def _told_catalogue(self, message: GetCatalogue) -> Catalogue:
+        known = {one.segment: one.incarnation for one in self._index.segment_stats()}
+        incarnation = known.get(message.segment)
+        if incarnation is None:
+            raise BadMessage(f"there is no segment {message.segment[:80]}")
+        notes = self._index.catalogue(message.segment, message.after, NOTES_MAX)
+        return Catalogue(message.segment, incarnation, notes)
 
     def _goodbye(self, message: Goodbye) -> Done:
         if self._index.leave(message.segment, message.incarnation):
@@ -269,100 +281,6 @@ class SegmentService:
     def close(self) -> None:
         """End the threads."""
         self._copiers.close()
-
-
-def place_of(segment: Segment, address: str, host: str) -> Place:
-    """Where others find this segment."""
-    geometry = segment.memory.geometry
-    return Place(
-        segment.segment,
-        segment.incarnation,
-        address,
-        host,
-        str(segment.path),
-        geometry.slots,
-        geometry.layout,
-    )
-
-
-class Catalogued(Protocol):
-    """What a segment tells of itself, and notes down."""
-
-    @property
-    def generation(self) -> int:
-        """The highest that any of its slots has seen."""
-        ...
-
-    def note(self, note: Note) -> None:
-        """Note down what a slot holds."""
-        ...
-
-    def noted(self) -> list[Note]:
-        """What is noted down and still true, the first to be evicted first."""
-        ...
-
-
-async def announce(
-    segment: Catalogued,
-    place: Place,
-    transport: Transport,
-    directory: Callable[[], str | None],
-    every_s: float = ANNOUNCE_EVERY_S,
-) -> None:
-    """Tell whichever directory there is that the segment is there, until cancelled; then say goodbye. To one that
-    has not known it, tell what the segment holds."""
-    client: Client | None = None
-    noted = 0
-    try:
-        while True:
-            address = directory()
-            if client is not None and client.address != address:
-                await client.aclose()
-                client = None
-            if client is None and address is not None:
-                client = Client(transport, address).start()
-            if client is not None:
-                with _unreachable(client.address):
-                    noted = await announce_once(client, segment, place, noted)
-            await asyncio.sleep(every_s)
-    finally:
-        if client is not None:
-            if client.address != place.address:  # our own directory ends with us
-                await _say_goodbye(client, place)
-            await client.aclose()
-
-
-async def announce_once(client: Client, segment: Catalogued, place: Place, noted: int) -> int:
-    """One announcement, and what its answer asks for. Returns the number of the last news that are noted down."""
-    answer = await client.call(Announce(place, segment.generation, noted), Announced, within_s=DIRECTORY_S)
-    if answer.joined:
-        notes = segment.noted()
-        for start in range(0, len(notes), NOTES_MAX):
-            part = Catalogue(place.segment, place.incarnation, notes[start : start + NOTES_MAX])
-            await client.call(part, Counted, within_s=DIRECTORY_S)
-    try:
-        for note in answer.news:
-            segment.note(note)
-    except ValueError as error:
-        raise BadMessage(f"{client.address} tells news of another segment: {error}") from error
-    return answer.number
-
-
-async def _say_goodbye(client: Client, place: Place) -> None:
-    goodbye = Goodbye(place.segment, place.incarnation)
-    try:
-        await client.call(goodbye, Done, within_s=ANNOUNCE_EVERY_S)
-    except DangoError as error:  # it ends at the same time, or notices our silence
-        log.debug("left without a farewell: %s", error)
-
-
-@contextmanager
-def _unreachable(address: str) -> Iterator[None]:
-    """The directory may be away: requests are then served cold, and the next announcement tries again."""
-    try:
-        yield
-    except DangoError as error:
-        log.warning("the directory at %s does not answer: %s", address, error)
 
 
 def _require_hashes(names: Iterable[bytes]) -> None:

@@ -7,8 +7,9 @@ A pool may have millions of blocks, so what is known of each lies in tables with
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-from kvcache_pool.api import Grant, Note, Place
+from kvcache_pool.api import Grant, Note, Place, SegmentStats, Tier
 from kvcache_pool.eviction import EVICTIONS
 from kvcache_pool.idle import Idle
 from kvcache_pool.names import where
@@ -119,9 +120,19 @@ class Slots:
         self.leases = array("I", bytes(4 * count))
         self.copy_slots: set[int] = set()
         self.spoiled: set[int] = set()
+        self.due: dict[int, None] = {}
+        """Slots whose blocks should be in the other tier too, the first that were so first. In memory: those that
+        no disk has, while there is one. On a disk: those that were read twice and that no memory has."""
+        self.read: set[int] = set()
+        """Slots on a disk that have been read once."""
         self.news = News()
         """What the segment has yet to note down."""
         self._free = array("I", range(count - 1, -1, -1))  # taken from the end: low numbers first
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether this is a disk tier."""
+        return self.place.tier is Tier.DISK
 
     @property
     def free(self) -> int:
@@ -177,10 +188,17 @@ class Slots:
         self.cached += len(taken)
         return [Block(self, note.slot) for note in notes if taken.get(note.slot) is note]
 
+    def count_reading(self, slot: int) -> None:
+        """On a disk: at the second time the block is worth a place in memory."""
+        if slot in self.read:
+            self.due[slot] = None
+        self.read.add(slot)
+
     def give(self, block: Block) -> None:
         """The slot holds nothing any more."""
         assert block.name is None, "a block is forgotten before its slot is free"
         self.generations[block.slot] = 0
+        self.read.discard(block.slot)
         self.spoiled.discard(block.slot)
         self.copy_slots.discard(block.slot)
         self._free.append(block.slot)
@@ -189,12 +207,24 @@ class Slots:
         """No other segment has this block any more, so it is no copy."""
         self.copy_slots.discard(block.slot)
 
+    def catalogue(self, after: int, limit: int) -> list[Note]:
+        """At most so many of the cached blocks in the slots after this one, in the order of their slots."""
+        slots = range(max(after, -1) + 1, self.place.slots)
+        named = ((slot, name) for slot in slots if (name := self.names[slot]) is not None)
+        return [Note(slot, self.generations[slot], name) for slot, name in islice(named, limit)]
+
+    def stats(self) -> SegmentStats:
+        """Counts of its blocks."""
+        place = self.place
+        counts = (place.slots, self.free, self.cached, self.leased, self.idle.pinned, self.copies)
+        return SegmentStats(place.segment, place.incarnation, place.host, *counts, self.on_disk)
+
     def check(self) -> None:
         """Asserts that no slot is lost or doubled, and that `idle` and `cached` are what they say."""
         used = list(self.used())
         slots = {block.slot for block in used}
         assert sorted([*self._free, *slots]) == list(range(self.place.slots))
-        assert self.copy_slots | self.spoiled <= slots
+        assert self.copy_slots | self.spoiled | self.read | self.due.keys() <= slots
         assert self.copies <= self.copies_max
         named = {block.slot for block in used if block.name is not None}
         assert self.cached == len(named) == sum(name is not None for name in self.names)

@@ -28,9 +28,10 @@ from decode_pool.service import DecodeService
 from decode_pool.writeback import WriteBack
 from engine.calibrate import calibrate, decode_trials, prefill_trials, rest_trials
 from engine.pace import Pace
+from kvcache_pool.announcing import announce
 from kvcache_pool.api import DirectoryLink, Place
 from kvcache_pool.index import Index
-from kvcache_pool.service import DirectoryService, announce
+from kvcache_pool.service import DirectoryService
 from prefill_pool.config import PrefillConfig
 from prefill_pool.service import PrefillService
 from protocol.blocks import BlockLayout

@@ -20,10 +20,12 @@ from decode_pool.config import DecodeConfig
 from decode_pool.service import DecodeService
 from decode_pool.writeback import WriteBack
 from engine.api import EndReason, Sampling
+from kvcache_pool.announcing import announce, place_of
 from kvcache_pool.api import DirectoryLink, Mover, Stats
+from kvcache_pool.geometry import Geometry
 from kvcache_pool.index import Index
-from kvcache_pool.segment import Geometry, Segment
-from kvcache_pool.service import DirectoryService, SegmentService, announce, place_of
+from kvcache_pool.segment import Segment
+from kvcache_pool.service import DirectoryService, SegmentService
 from kvcache_pool.transfer.mover import PoolMover, Reach
 from prefill_pool.config import PrefillConfig
 from prefill_pool.service import PrefillService

@@ -56,6 +56,7 @@ PURE = {
     "kvcache_pool/idle.py",
     "kvcache_pool/leases.py",
     "kvcache_pool/news.py",
+    "kvcache_pool/counts.py",
     "kvcache_pool/lives.py",
     "kvcache_pool/eviction.py",
     "kvcache_pool/names.py",

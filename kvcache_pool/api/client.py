@@ -5,12 +5,16 @@ from collections.abc import Sequence
 from kvcache_pool.api.deadlines import DIRECTORY_S
 from kvcache_pool.api.directory import (
     Acquire,
+    Catalogue,
     Clear,
     Cleared,
     Commit,
     Discard,
     Done,
+    Due,
     Found,
+    GetCatalogue,
+    GetDue,
     GetStats,
     Grant,
     Lease,
@@ -20,7 +24,7 @@ from kvcache_pool.api.directory import (
     Stats,
 )
 from protocol.errors import PeerLost
-from protocol.ids import BlockHash, LeaseId
+from protocol.ids import BlockHash, LeaseId, SegmentId
 from protocol.rpc import Client
 from protocol.transport import Transport
 
@@ -54,6 +58,14 @@ class Directory:
     async def discard(self, grants: list[Grant]) -> None:
         """Forget blocks that could not be read as they were written."""
         await self._client.call(Discard(grants), Done, within_s=DIRECTORY_S)
+
+    async def catalogue(self, segment: SegmentId, after: int = -1) -> Catalogue:
+        """What the directory believes that a segment holds, part by part."""
+        return await self._client.call(GetCatalogue(segment, after), Catalogue, within_s=DIRECTORY_S)
+
+    async def due(self, segment: SegmentId, limit: int) -> Due:
+        """At most so many blocks of a segment that should be in the other tier too."""
+        return await self._client.call(GetDue(segment, limit), Due, within_s=DIRECTORY_S)
 
     async def clear(self) -> int:
         """Forget every block that no lease names; returns how many."""

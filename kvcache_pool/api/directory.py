@@ -11,6 +11,14 @@ from protocol.ids import BlockHash, Incarnation, LeaseId, SegmentId
 from protocol.message import Message
 
 
+class Tier(Enum):
+    """What a segment's bytes lie on."""
+
+    MEMORY = "memory"
+    DISK = "disk"
+    """Blocks get here only by being saved from memory, so it is nobody's home and takes no writes of requests."""
+
+
 class Place(Message):
     """Where a segment is and how to reach its bytes."""
 
@@ -23,6 +31,7 @@ class Place(Message):
     """Path of its shared memory file, for those on the same host."""
     slots: int
     layout: BlockLayout
+    tier: Tier = Tier.MEMORY
 
 
 class Announce(Message):
@@ -69,6 +78,14 @@ class Catalogue(Message):
     segment: SegmentId
     incarnation: Incarnation
     notes: list[Note]
+
+
+class GetCatalogue(Message):
+    """What does the directory believe that this segment holds, in the slots after this one? Answered by a
+    Catalogue of at most NOTES_MAX notes, in the order of their slots; an empty one is the end."""
+
+    segment: SegmentId
+    after: int = -1
 
 
 class Goodbye(Message):
@@ -166,6 +183,22 @@ class Renew(Message):
     lease_s: float = LEASE_S
 
 
+class GetDue(Message):
+    """Which blocks of this segment should be in the other tier too? In memory: those that no disk has. On a disk:
+    those that were read twice and that no memory has. Answered by Due."""
+
+    segment: SegmentId
+    limit: int
+
+
+class Due(Message):
+    """Some of them, the first first, and where they lie. They are not leased: a reader finds out by generation and
+    checksum if one is evicted meanwhile."""
+
+    blocks: list[BlockHash]
+    grants: list[Grant]
+
+
 class Release(Message):
     """End a lease: committed blocks stay cached, the others are freed. Answered by Done, also if it is gone."""
 
@@ -241,6 +274,7 @@ class SegmentStats(NamedTuple):
     leased: int
     pinned: int
     copies: int
+    on_disk: bool
 
 
 class Segments(Message):
@@ -254,7 +288,7 @@ class GetStats(Message):
 
 
 class Stats(Message):
-    """Counts of blocks over all segments. free + cached + reserved == total."""
+    """Counts of blocks over all memory. free + cached + reserved == total."""
 
     total: int
     free: int
@@ -269,7 +303,10 @@ class Stats(Message):
     copies: int
     """Cached or reserved in one segment as copies of what another has; in `cached` and `reserved` too."""
     pinned: int = 0
-    """Cached and pinned, soft or hard."""
+    """Cached and pinned, soft or hard; on disks too."""
+    disk_total: int = 0
+    """Of the disk tiers, which the counts above leave out."""
+    disk_cached: int = 0
 
 
 class Done(Message):

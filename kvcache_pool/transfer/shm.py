@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from kvcache_pool.api import Corrupt, Grant, Place, Priority, Stale
-from kvcache_pool.segment import Bytes, Geometry, Memory
+from kvcache_pool.geometry import Geometry
+from kvcache_pool.segment import Bytes, Memory
 from kvcache_pool.transfer.copiers import Copiers, hops
 from protocol.errors import PeerLost
 

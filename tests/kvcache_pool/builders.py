@@ -9,10 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
+from kvcache_pool.announcing import announce, place_of
 from kvcache_pool.api import Acquire, Announce, Announced, Directory, Lease, Place, new_lease
+from kvcache_pool.geometry import Geometry
 from kvcache_pool.index import Index
-from kvcache_pool.segment import SHM, Bytes, Geometry, Segment
-from kvcache_pool.service import DirectoryService, SegmentService, announce, place_of
+from kvcache_pool.segment import SHM, Bytes, Segment
+from kvcache_pool.service import DirectoryService, SegmentService
 from protocol.blocks import BlockLayout
 from protocol.ids import BlockHash, Incarnation, SegmentId
 from protocol.rpc import Client, Server

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache_pool import news
+from kvcache_pool.announcing import announce_once
 from kvcache_pool.api import NOTES_MAX, Catalogue, Counted, Directory, Grant, Note, Priority
 from kvcache_pool.index import Index
-from kvcache_pool.service import DirectoryService, announce_once
+from kvcache_pool.service import DirectoryService
 from kvcache_pool.transfer.mover import PoolMover
 from protocol.errors import RemoteError
 from protocol.ids import BlockHash, Incarnation, SegmentId

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from kvcache_pool.api import Corrupt, Note, Stale
-from kvcache_pool.segment import PAGE_BYTES, Geometry, Memory, Segment, checksum, reclaim
+from kvcache_pool.geometry import PAGE_BYTES, Geometry
+from kvcache_pool.segment import Memory, Segment, checksum, reclaim
 from protocol.blocks import BlockLayout
 from protocol.ids import Incarnation, SegmentId
 from tests.kvcache_pool.builders import LAYOUT, a_segment, names, random_runs

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcache_pool.announcing import announce, place_of
 from kvcache_pool.api import (
     Acquire,
     Announce,
@@ -35,7 +36,7 @@ from kvcache_pool.config import KVCacheConfig
 from kvcache_pool.index import Index
 from kvcache_pool.pins import PIN_S_MAX
 from kvcache_pool.segment import SHM, checksum
-from kvcache_pool.service import DirectoryService, announce, place_of
+from kvcache_pool.service import DirectoryService
 from protocol.cluster import Manifest
 from protocol.errors import RemoteError
 from protocol.ids import Incarnation, SegmentId

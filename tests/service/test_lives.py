@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvcache_pool.api import ANNOUNCE_EVERY_S
+from kvcache_pool.tiers import IDLE_S, PACE_S
 from tests.engine.referee import a_prompt
 from tests.service.by_hand import ByHand
 from tests.service.client import cached, text_of
@@ -97,6 +98,27 @@ def test_a_killed_pool_is_warm_again(cluster: ByHand) -> None:
     after_all = cluster.client.complete(PROMPT, TOKENS)
     assert (cached(after_all), text_of(after_all)) == (CACHED, text_of(before))
     assert used(cluster) == stored
+
+
+def test_the_disk_tier_survives_what_memory_does_not(cluster: ByHand, tmp_path: Path) -> None:
+    disk = ("--disk-path", str(tmp_path / "disk"), "--disk-bytes", "16MiB")
+    cluster.kill("kvcache-0")
+    cluster.kvcache(*disk)
+    cluster.until_up(prefill=1, decode=1, kvcache=1)
+    before = cluster.client.complete(PROMPT, TOKENS)
+    time.sleep(IDLE_S + PACE_S + 3 * ANNOUNCE_EVERY_S)  # saved, and noted
+    for name in [*cluster.programs]:
+        cluster.kill(name)
+    cluster.conductor()
+    cluster.kvcache(*disk)
+    cluster.compute("prefill", "prefill-0")
+    cluster.compute("decode", "decode-0")
+    cluster.until_up(prefill=1, decode=1, kvcache=1)
+    assert used(cluster) == 0
+    for times_read in (1, 2, 3):
+        after = cluster.client.complete(PROMPT, TOKENS)
+        assert (cached(after), text_of(after)) == (CACHED, text_of(before)), times_read
+    assert used(cluster) == CACHED / 16, "what is used twice is in memory again"
 
 
 def test_an_instance_that_does_not_fit_is_told_why_and_ends(cluster: ByHand, tmp_path: Path) -> None:
