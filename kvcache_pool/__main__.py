@@ -126,6 +126,8 @@ def _index(config: KVCacheConfig) -> Index:
         generation=time.time_ns(),
         hard_pins_share=config.hard_pins_share,
         eviction=config.eviction,
+        watermark=config.watermark,
+        watermark_step=config.watermark_step,
     )
 
 

@@ -15,7 +15,6 @@ them takes the place of a block that nobody else has. When the others are gone i
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 
 from kvcache_pool.api import (
     Acquire,
@@ -60,11 +59,13 @@ class Index:
         *,
         hard_pins_share: float = KVCacheConfig.hard_pins_share,
         eviction: str = KVCacheConfig.eviction,
+        watermark: float = KVCacheConfig.watermark,
+        watermark_step: float = KVCacheConfig.watermark_step,
     ) -> None:
         """Shares are from 0 to 1, of each segment. `eviction` is a key of EVICTIONS. A segment that has not
         announced itself for `silent_s` is given up."""
         self._silent_s = silent_s
-        self._shares = Shares(copies_share, hard_pins_share, eviction)
+        self._shares = Shares(copies_share, hard_pins_share, eviction, watermark, watermark_step)
         self._segments: dict[SegmentId, Slots] = {}  # in the order of joining, which breaks ties
         self._joined = 0
         self._replicas = Replicas()
@@ -186,16 +187,14 @@ class Index:
 
     def _copies(self, ask: Acquire, near: Slots | None, sources: list[Block]) -> dict[int, Block]:
         """Room near the asker for sources that are elsewhere; as far as it goes, in their order."""
-        if near is None or near.on_disk or not ask.copies:
+        if near is None:
             return {}
         copied = copies_for(ask.copies, near, sources)
         return dict(zip(copied, self._reserve(near, len(copied), copy=True), strict=True))
 
     def due(self, segment: SegmentId, limit: int) -> list[tuple[BlockHash, Grant]]:
         """Blocks of this segment that should be in the other tier too, the first first."""
-        slots = self._segments.get(segment)
-        blocks = [Block(slots, slot) for slot in islice(slots.due, limit)] if slots is not None else []
-        return [(name, block.grant) for block in blocks if (name := block.name) is not None]
+        return slots.due_blocks(limit) if (slots := self._segments.get(segment)) is not None else []
 
     def _reserve(self, slots: Slots, count: int, *, copy: bool = False) -> list[Block]:
         """So many slots, of which there is room for all; evicts what it must."""
@@ -204,6 +203,15 @@ class Index:
         first = self._generation + 1
         self._generation += count
         return [slots.take(generation, copy) for generation in range(first, first + count)]
+
+    def trim(self) -> int:
+        """Evict in each segment that is fuller than its watermark what is idle and not pinned, down to so much
+        below it, so that whoever comes finds free slots. Returns how many blocks went."""
+        before = self._evicted
+        for slots in self._segments.values():
+            for _ in range(min(slots.excess, slots.idle.unpinned)):
+                self._evict(slots)
+        return self._evicted - before
 
     def _evict(self, slots: Slots) -> None:
         victim = Block(slots, slots.idle.take())
@@ -347,8 +355,7 @@ class Index:
     # -- pins ---------------------------------------------------------------------------------------
 
     def pin(self, blocks: Iterable[BlockHash], kind: PinKind, end: float) -> int:
-        """Pin one replica of each block until then, from the front of a chain to the first that is not cached or
-        would be a hard pin too many; what pin it had counts no more. Returns how many are pinned."""
+        """Pin one replica of each block of a chain until then. See Replicas.pin."""
         return self._replicas.pin(blocks, kind, end)
 
     def unpin(self, blocks: Sequence[BlockHash]) -> int:
@@ -367,18 +374,16 @@ class Index:
 
     def catalogue(self, segment: SegmentId, after: int, limit: int) -> list[Note]:
         """What the slots of a segment hold that come after this one, in their order."""
-        slots = self._segments.get(segment)
-        return slots.catalogue(after, limit) if slots is not None else []
+        return slots.catalogue(after, limit) if (slots := self._segments.get(segment)) is not None else []
 
     def segments(self) -> list[SegmentId]:
         """Those that are there, in the order of joining."""
-        return list(self._segments)
+        return [*self._segments]
 
     def named(self) -> Iterator[tuple[BlockHash, Place, Grant]]:
         """Every cached block: its name, its segment, and where it lies there."""
-        for name in self._replicas:
-            for block in self._replicas.of(name):
-                yield name, block.home.place, block.grant
+        blocks = ((name, block) for name in self._replicas for block in self._replicas.of(name))
+        return ((name, block.home.place, block.grant) for name, block in blocks)
 
     def check(self) -> None:
         """Asserts every law of this file. O(all blocks)."""

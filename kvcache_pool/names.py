@@ -63,16 +63,27 @@ class Names:
         """How far this chain goes in all segments together, and in each alone that has its first block."""
         held = {home_of(place): 0 for place in self.places(blocks[0])} if blocks else {}
         unbroken, reach, get = set(held), 0, self._places.get
+        alone = _only(unbroken)
         for name in blocks:
             places = get(name)
             if places is None:
                 break
-            homes = {places >> SLOT_BITS} if isinstance(places, int) else {home_of(place) for place in places}
+            if isinstance(places, int):
+                if places >> SLOT_BITS == alone:  # as in nearly all steps
+                    reach += 1
+                    continue
+                places = (places,)
+            homes = {home_of(place) for place in places}
             if not unbroken <= homes:
                 for home in unbroken - homes:
                     held[home] = reach
                 unbroken &= homes
+                alone = _only(unbroken)
             reach += 1
         for home in unbroken:
             held[home] = reach
         return reach, held
+
+
+def _only(homes: set[int]) -> int | None:
+    return next(iter(homes)) if len(homes) == 1 else None

@@ -41,6 +41,8 @@ def copies_for(copies: int, slots: Slots, sources: Sequence[Block]) -> list[int]
     """Which sources get a slot in this segment too, as far as there is room: those that other memory has. What is
     on a disk comes to memory otherwise: see tiers.py."""
     elsewhere = [source for source, block in enumerate(sources) if block.home is not slots]
+    if slots.on_disk:
+        return []
     in_memory = [source for source in elsewhere if not sources[source].home.on_disk]
     return in_memory[: min(copies, slots.copies_room)]
 

@@ -116,6 +116,7 @@ class DirectoryService:
                 log.warning("lease %s of %s expired unreleased", claim.lease, claim.owner)
             for segment in self._index.silent(now):
                 log.warning("segment %s is silent: its blocks are given up", segment)
+            self._index.trim()
 
     def load(self) -> Load:
         """Blocks of the whole pool, which this instance keeps the books of."""

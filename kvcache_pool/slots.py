@@ -91,6 +91,10 @@ class Shares:
     """At most this share may be pinned hard."""
     eviction: str
     """A key of EVICTIONS."""
+    watermark: float
+    """When a greater share is in use, some is evicted before it is wanted; 1 turns that off."""
+    watermark_step: float
+    """How far below the watermark the use then comes."""
 
 
 class Slots:
@@ -112,6 +116,8 @@ class Slots:
         """Whether it is gone."""
         self.copies_max = int(shares.copies * count)
         """The budget: so many slots may hold copies."""
+        self._watermark = shares.watermark * count
+        self._trimmed = int((shares.watermark - shares.watermark_step) * count)
         self.cached = 0
         """Blocks with a name."""
         self.idle = Idle(EVICTIONS[shares.eviction](count), int(shares.hard_pins * count))
@@ -143,6 +149,12 @@ class Slots:
     def room(self) -> int:
         """Slots that can be had, if need be by evicting."""
         return len(self._free) + self.idle.evictable
+
+    @property
+    def excess(self) -> int:
+        """How many blocks should go before their room is wanted: none up to the watermark."""
+        used = self.place.slots - self.free
+        return used - self._trimmed if used > self._watermark else 0
 
     @property
     def copies(self) -> int:
@@ -206,6 +218,11 @@ class Slots:
     def keep(self, block: Block) -> None:
         """No other segment has this block any more, so it is no copy."""
         self.copy_slots.discard(block.slot)
+
+    def due_blocks(self, limit: int) -> list[tuple[BlockHash, Grant]]:
+        """At most so many of those in `due`, with their names."""
+        blocks = (Block(self, slot) for slot in islice(self.due, limit))
+        return [(name, block.grant) for block in blocks if (name := block.name) is not None]
 
     def catalogue(self, after: int, limit: int) -> list[Note]:
         """At most so many of the cached blocks in the slots after this one, in the order of their slots."""

@@ -22,15 +22,18 @@ ID_BYTES = 8
 """Of a trace's block id as a name; traces count their blocks from 0."""
 
 
-def hit_rate(prompts: Iterable[Sequence[int]], capacity: int | None) -> float:
+def hit_rate(
+    prompts: Iterable[Sequence[int]], capacity: int | None, eviction: str = "lru", watermark: float = 1.0
+) -> float:
     """The share of all prompts' blocks that are found cached, from the front of each prompt to its first miss.
 
     `prompts` are block ids in the order of arrival: within one prompt all differ, and equal ids mean equal
-    prefixes. `capacity` is in blocks; None is no bound. Of a prompt that is longer, its front is kept. O(blocks).
+    prefixes. `capacity` is in blocks; None is no bound. Of a prompt that is longer, its front is kept.
+    `eviction` and `watermark` are settings of the directory, which sweeps after each prompt. O(blocks).
     """
     chains = list(prompts)
     blocks = sum(map(len, chains))
-    return sum(_hits(chains, capacity)) / blocks if blocks else 0.0
+    return sum(_hits(chains, capacity, eviction, watermark)) / blocks if blocks else 0.0
 
 
 def ideal_hit_rate(arrivals: Sequence[Arrival], capacity_tokens: int) -> float:
@@ -43,15 +46,18 @@ def ideal_hit_rate(arrivals: Sequence[Arrival], capacity_tokens: int) -> float:
     return loaded * BLOCK_TOKENS / max(sum(arrival.tokens for arrival in arrivals), 1)
 
 
-def _hits(prompts: Sequence[Sequence[int]], capacity: int | None) -> Iterator[int]:
+def _hits(
+    prompts: Sequence[Sequence[int]], capacity: int | None, eviction: str = "lru", watermark: float = 1.0
+) -> Iterator[int]:
     """Blocks found cached, prompt by prompt."""
     slots = sum(map(len, prompts)) if capacity is None else capacity
-    index = Index()
+    index = Index(eviction=eviction, watermark=watermark)
     place = Place(SEGMENT, Incarnation("1"), address="", host="", shm="", slots=slots, layout=LAYOUT)
     index.announce(place, generation=0, now=0.0)
     for number, prompt in enumerate(prompts):
         chain = [BlockHash(block.to_bytes(ID_BYTES, "big")) for block in prompt[:slots]]
         yield _serve(index, LeaseId(str(number)), chain)
+        index.trim()
 
 
 def _serve(index: Index, lease: LeaseId, chain: list[BlockHash]) -> int:

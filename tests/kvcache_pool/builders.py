@@ -36,10 +36,22 @@ def a_place(segment: str = "kv", slots: int = 4, incarnation: str = "a", layout:
 
 
 def an_index(
-    *, copies_share: float = 0.5, hard_pins_share: float = 0.5, eviction: str = "lru", **slots: int
+    *,
+    copies_share: float = 0.5,
+    hard_pins_share: float = 0.5,
+    eviction: str = "lru",
+    watermark: float = 1.0,
+    watermark_step: float = 0.05,
+    **slots: int,
 ) -> Index:
     """With these segments."""
-    index = Index(copies_share, hard_pins_share=hard_pins_share, eviction=eviction)
+    index = Index(
+        copies_share,
+        hard_pins_share=hard_pins_share,
+        eviction=eviction,
+        watermark=watermark,
+        watermark_step=watermark_step,
+    )
     for segment, count in (slots or {"kv": 4}).items():
         index.announce(a_place(segment, count), 0, 0.0)
     return index

@@ -555,6 +555,32 @@ def test_clear_discard_and_a_new_life_end_pins() -> None:
     index.check()
 
 
+def test_above_its_watermark_a_segment_is_trimmed_and_below_it_not() -> None:
+    index = an_index(a=10, b=10, watermark=0.8, watermark_step=0.3)
+    cache(index, *range(8), near="a")
+    assert index.trim() == 0
+    cache(index, *range(9), near="a")
+    assert index.trim() == 4  # down to half
+    assert (index.find(names(*range(9))).reach, index.stats().evicted) == (5, 4)
+    index.check()
+    assert index.trim() == 0
+
+
+def test_trimming_spares_leases_and_pins_and_is_off_unless_asked_for() -> None:
+    index = an_index(kv=10, watermark=0.5, watermark_step=0.5)
+    cache(index, *range(8))
+    index.pin(names(0, 1), PinKind.SOFT, 9.0)
+    index.pin(names(2), PinKind.HARD, 9.0)
+    lease = index.acquire(an_ask(names(0, 1, 2, 3)), 0.0)
+    assert index.trim() == 4
+    index.release(lease.lease)
+    assert index.trim() == 0  # four of ten are no more than half
+    index.check()
+    always_full = an_index(kv=4)
+    cache(always_full, 1, 2, 3, 4)
+    assert always_full.trim() == 0
+
+
 def test_segments_are_counted_each() -> None:
     index = an_index(a=4, b=3)
     cache(index, 1, 2, near="a")
@@ -591,7 +617,7 @@ class History(RuleBasedStateMachine):
 
     @initialize(eviction=st.sampled_from(sorted(EVICTIONS)))
     def begin(self, eviction: str) -> None:
-        self.index = an_index(a=4, b=3, eviction=eviction)
+        self.index = an_index(a=4, b=3, eviction=eviction, watermark=0.6, watermark_step=0.3)
         self.hard: dict[int, float] = {}  # numbers of blocks that are pinned hard, and until when
         self.incarnations = {"a": "a", "b": "a"}
         self.now = 0.0
@@ -704,6 +730,14 @@ class History(RuleBasedStateMachine):
 
     def granted(self) -> set[Grant]:
         return {grant for lease, _ in self.leases for grant in granted_of(lease)}
+
+    @rule()
+    def trim(self) -> None:
+        before = self.index.stats()
+        gone = self.index.trim()
+        after = self.index.stats()
+        assert after.free - before.free == after.evicted - before.evicted == gone
+        assert (after.leased, after.reserved, after.pinned) == (before.leased, before.reserved, before.pinned)
 
     @rule()
     def clear(self) -> None:

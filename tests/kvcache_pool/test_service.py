@@ -200,6 +200,14 @@ async def test_announcing_follows_the_directory_and_outlives_its_absence(tmp_pat
     segment.close()
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"hard_pins_share": 1.1}, {"watermark": -0.1}, {"watermark_step": 2.0}, {"watermark": 0.01}]
+)
+def test_settings_that_nobody_could_use_are_refused_by_name(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        KVCacheConfig(**wrong)
+
+
 def test_the_load_is_the_pools_blocks() -> None:
     index = Index()
     index.announce(a_place(slots=5), 0, 0.0)

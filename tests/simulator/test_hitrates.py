@@ -55,6 +55,21 @@ def test_hits_end_at_the_first_miss_and_the_front_outlives_the_end() -> None:
     assert hit_rate(iter(prompts), 0) == hit_rate([], 4) == 0.0
 
 
+SCANNED = [[0, 1], [0, 1], [0, 1], *([n] for n in range(10, 20)), [0, 1]]
+"""Two blocks that are used again and again, and ten that are used once."""
+
+
+@pytest.mark.parametrize(("eviction", "hits"), [("lru", 4), ("lfu", 6), ("s3_fifo", 6)])
+def test_a_scan_ends_what_lru_keeps_and_not_what_its_rivals_keep(eviction: str, hits: int) -> None:
+    assert hit_rate(SCANNED, 10, eviction) == pytest.approx(hits / 18)
+
+
+def test_what_is_trimmed_is_not_found() -> None:
+    prompts = [[*range(10)], [*range(10)]]
+    assert hit_rate(prompts, 10) == 0.5
+    assert hit_rate(prompts, 10, watermark=0.9) == pytest.approx(8 / 20)
+
+
 @pytest.mark.parametrize(
     ("trace", "rates"),
     [

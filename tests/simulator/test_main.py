@@ -121,6 +121,17 @@ def test_commands_in_the_readme_are_understood() -> None:
         command._parser(command.EXPERIMENTS).parse_args(words.split())
 
 
+def test_rivals_of_lru_are_shown_side_by_side(tmp_path: Path) -> None:
+    rates = dict.fromkeys(hit_rates.RULES, 0.25)
+    report = {"rivals": {"synthetic": [{"capacity": size, "rates": rates} for size in (1_000, 10_000)]}}
+    heading, _, first, _ = hit_rates.table(report).splitlines()
+    assert all(rule in heading for rule in hit_rates.RULES)
+    assert first.split() == ["synthetic", "1,000", *["0.2500"] * len(hit_rates.RULES)]
+    assert [path.name for path in hit_rates.draw(report, tmp_path)] == ["hit-rates-rivals.png"]
+    rate = hit_rates.rate_by(("synthetic", 1_000, "length_aware"))
+    assert rate == pytest.approx(0.0845, abs=0.001)
+
+
 def test_hit_rates_are_those_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["hit-rates", "--trace", "synthetic", "--plot", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count(" yes") == len(hit_rates.CAPACITIES)
