@@ -165,8 +165,7 @@ class Index:
             raise PoolFull(f"{len(self._leases)} leases are out, and there may be no more")
         rooms = rooms_for(count, self._segments, ask.near, sources)
         for block in sources:
-            if block.leases == 0:
-                block.home.idle.drop(block.slot)
+            block.home.idle.drop(block.slot)
             block.leases += 1
             if block.home.on_disk:
                 block.home.count_reading(block.slot)
@@ -285,12 +284,14 @@ class Index:
     def _let_go(self, blocks: list[Block], before: int = 0) -> None:
         for position in range(len(blocks) - 1, -1, -1):  # the front of a prefix becomes the last to be evicted
             block = blocks[position]
-            block.leases -= 1
-            if block.leases == 0 and not block.lost:
-                if block.name is not None:
-                    block.touch(before + position)
+            home, slot = block.home, block.slot
+            home.leases[slot] -= 1
+            if home.leases[slot] == 0 and not home.left:
+                name = home.names[slot]
+                if name is not None:
+                    home.idle.touch(slot, name, before + position)
                 else:
-                    block.home.give(block)
+                    home.give(block)
 
     def _current(self, lease: LeaseId) -> Claim:
         claim = self._leases.find(lease)
