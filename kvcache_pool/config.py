@@ -43,7 +43,7 @@ class KVCacheConfig:
 
     watermark: float = 1.0
     """Share of a segment in use above which idle blocks are evicted in advance; 1 turns that off."""
-    # Off: at 0.9 it costs up to a tenth of the hits on the public traces (docs/results.md), and saves a writer only
+    # Off: at 0.9 it costs up to a tenth of the hits on the public traces (docs/results.md), and saves a writer
     # the eviction of what it needs, a few microseconds a block.
 
     watermark_step: float = 0.05
