@@ -53,6 +53,8 @@ class Cost(NamedTuple):
     """Of one run. Times are medians of what this process took, whatever others take of the machine."""
 
     find_us: float
+    walk_us: float
+    """The names are looked up one by one in a bare dict of as many: what memory alone takes for it."""
     lease_us: float
     """A prompt that is wholly cached is leased and released."""
     bytes: float
@@ -68,6 +70,7 @@ async def run(setup: Setup) -> list[Row]:
             costs.append(process.submit(cost_of, BLOCKS, seed).result())
     return [
         Row(f"find {PREFIX} blocks of a million", "us", _spread(costs, "find_us"), limit=FIND_US_MAX),
+        Row("  as a walk through a bare dict", "us", _spread(costs, "walk_us")),
         Row(f"lease and release {PREFIX} blocks", "us", _spread(costs, "lease_us")),
         Row("memory of the index", "bytes/block", _spread(costs, "bytes"), limit=BLOCK_BYTES_MAX),
     ]
@@ -84,19 +87,26 @@ def cost_of(blocks: int, seed: int) -> Cost:
     index = a_full_index(prompts)
     gc.collect()
     grown = _resident_bytes() - before
-    finds, leases = [], []
+    finds, walks, leases = [], [], []
     for chain in [chain_of(dice.randrange(prompts)) for _ in range(FINDS)]:
         began = time.process_time()
         found = index.find(chain)
         finds.append(time.process_time() - began)
         assert found.reach == PREFIX
+    bare = {name: prompt for prompt in range(prompts) for name in chain_of(prompt)}
+    for chain in [chain_of(dice.randrange(prompts)) for _ in range(FINDS)]:
+        began = time.process_time()
+        for name in chain:
+            bare[name]
+        walks.append(time.process_time() - began)
     for chain in [chain_of(dice.randrange(prompts)) for _ in range(FINDS)]:
         began = time.process_time()
         lease = index.acquire(Acquire(new_lease(), "bench", chain, PREFIX, 0, None), now=0.0)
         index.release(lease.lease)
         leases.append(time.process_time() - began)
         assert len(lease.sources) == PREFIX
-    return Cost(1e6 * Spread.of(finds).median, 1e6 * Spread.of(leases).median, grown / (prompts * PREFIX))
+    find_us, walk_us, lease_us = (1e6 * Spread.of(times).median for times in (finds, walks, leases))
+    return Cost(find_us, walk_us, lease_us, grown / (prompts * PREFIX))
 
 
 def a_full_index(prompts: int) -> Index:
