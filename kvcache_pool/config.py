@@ -44,7 +44,7 @@ class KVCacheConfig:
     watermark: float = 1.0
     """Share of a segment in use above which idle blocks are evicted in advance; 1 turns that off."""
     # Off: at 0.9 it costs up to a tenth of the hits on the public traces (docs/results.md), and saves a writer
-    # the eviction of what it needs, a few microseconds a block.
+    # only the eviction of what it needs, which takes microseconds.
 
     watermark_step: float = 0.05
     """How far below the watermark the use then comes, as a share of the segment."""

@@ -48,8 +48,7 @@ and not yet written, should the clock have gone back since. It is 17 ms of that 
 
 
 class Index:
-    """All blocks of the pool. Every method but `find`, `replicas`, `stats`, `segment_stats` and `check`
-    mutates."""
+    """All blocks of the pool. Every method mutates but `find`, `replicas`, those that count, and `check`."""
 
     def __init__(
         self,
@@ -167,8 +166,7 @@ class Index:
         for block in sources:
             block.home.idle.drop(block.slot)
             block.leases += 1
-            if block.home.on_disk:
-                block.home.count_reading(block.slot)
+            block.home.count_reading(block.slot)
         targets = [block for slots, share in rooms for block in self._reserve(slots, share)]
         copies = self._copies(ask, near, sources)
         blocks = [*with_copies(sources, copies), *targets]

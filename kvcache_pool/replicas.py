@@ -92,8 +92,8 @@ class Replicas:
         return chosen
 
     def pin(self, blocks: Iterable[BlockHash], kind: PinKind, end: float) -> int:
-        """From the front of a chain to the first that is not cached or would be a hard pin too many; what pin it had
-        counts no more. Returns how many are pinned."""
+        """From the front of a chain to the first that is not cached or would be a hard pin too many; what pin it
+        had counts no more. Returns how many are pinned."""
         kept: list[Block] = []
         for name in blocks:
             # The one that has a pin already keeps it, if it can.

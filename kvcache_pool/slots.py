@@ -202,6 +202,8 @@ class Slots:
 
     def count_reading(self, slot: int) -> None:
         """On a disk: at the second time the block is worth a place in memory."""
+        if not self.on_disk:
+            return
         if slot in self.read:
             self.due[slot] = None
         self.read.add(slot)
