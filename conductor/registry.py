@@ -13,7 +13,17 @@ from protocol.cluster import Manifest
 from protocol.ids import InstanceId
 from protocol.message import Message
 from protocol.pause import sleep_unless_paused
-from protocol.registry import GetManifest, Heard, Leave, Pool, Register, Report, Welcome
+from protocol.registry import (
+    DirectoryAt,
+    GetDirectory,
+    GetManifest,
+    Heard,
+    Leave,
+    Pool,
+    Register,
+    Report,
+    Welcome,
+)
 from protocol.rpc import Ask, Handler, at_once, handler
 
 EXPIRE_EVERY_S = 0.5
@@ -42,6 +52,7 @@ class Registry:
                 at_once(Report, self.report),
                 handler(Leave, self.leave),
                 at_once(GetManifest, self.get_manifest),
+                at_once(GetDirectory, self.get_directory),
             ]
         )
 
@@ -77,6 +88,10 @@ class Registry:
     def get_manifest(self, _: GetManifest) -> Manifest:
         """What a KVCache instance lays its memory out by."""
         return self._view.manifest
+
+    def get_directory(self, _: GetDirectory) -> DirectoryAt:
+        """For those who use the pool and are in none."""
+        return DirectoryAt(self._view.directory)
 
     async def expire_forever(self, dropped: Callable[[], int]) -> None:
         """Until cancelled. `dropped` tells how many frames the control port has dropped since its start."""

@@ -17,6 +17,7 @@ examples:
   dango chat                       talk with it, in another terminal
   dango serve --decode 2           two decode instances
   dango prefill --help             one instance by itself: its flags and settings
+  dango kvcache stats              what a running pool holds; also lookup, pin, unpin, remove, clear
   dango sim hit-rates              what a cache of some size could reuse of two public traces
 """
 
@@ -34,7 +35,7 @@ VERBS = {
     "chat": "talk with a running service in the terminal",
     "conductor": "start the Conductor alone: HTTP, placement, registry",
     "prefill": "start one prefill instance",
-    "kvcache": "start one KVCache instance: memory, and perhaps the directory",
+    "kvcache": "start one KVCache instance: memory, and perhaps the directory; or ask a pool that runs",
     "decode": "start one decode instance",
     "sim": "run the services on virtual time: traces, overload, policies compared",
 }

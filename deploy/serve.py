@@ -83,7 +83,8 @@ def serve(arguments: argparse.Namespace) -> int:
         model = _resolve(config.model, config.model_name)
         with runtime_folder() as folder:
             commands = plan(config, model, folder, port, arguments.config)
-            asyncio.run(_run(commands, config, log_dir, model, base_url(config.host, port)))
+            hello = welcome(model, base_url(config.host, port), program(), _address(folder, "conductor"))
+            asyncio.run(_run(commands, config, log_dir, base_url(config.host, port), hello))
     except (SettingsError, PortTaken, NoRuntimeFolder, FetchError, Died, NotReady) as error:
         print(f"dango: {error}", file=sys.stderr)
         return 1
@@ -137,7 +138,7 @@ def _log_folder(path: str | None) -> Path | None:
 
 
 async def _run(
-    commands: Sequence[Command], config: ServeConfig, log_dir: Path | None, model: Model, url: str
+    commands: Sequence[Command], config: ServeConfig, log_dir: Path | None, url: str, hello: str
 ) -> None:
     def tell(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -157,12 +158,12 @@ async def _run(
         tell(f"\n{line}" if sys.stderr.isatty() else line)  # the terminal has just written ^C
 
     fleet = Fleet(instances, url, tell_signal, drain_s=config.drain_s, stop_s=config.stop_s)
-    await fleet.run(config.ready_s, lambda: print(welcome(model, url, program()), flush=True))
+    await fleet.run(config.ready_s, lambda: print(hello, flush=True))
     tell("dango: stopped")
 
 
-def welcome(model: Model, url: str, dango: str) -> str:
-    """What a person wants to know when the service is up."""
+def welcome(model: Model, url: str, dango: str, control: str) -> str:
+    """What a person wants to know when the service is up. `control` is where the Conductor hears its instances."""
     body = f'{{"model": "{model.name}", "stream": true, "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     chat = f"{dango} chat" if url == "http://127.0.0.1:8000" else f"{dango} chat --url {url}"
     return f"""
@@ -172,6 +173,7 @@ Serving {model.name} at {url}
     -d {shlex.quote(body)}
 
   {chat}    to talk with it here
+  {dango} kvcache stats --conductor {control}    to see its cache
   Ctrl-C    to stop
 """
 

@@ -1,4 +1,4 @@
-"""`dango kvcache`: one KVCache instance, built from real parts."""
+"""`dango kvcache`: one KVCache instance, built from real parts. `dango kvcache VERB` asks a pool that runs."""
 
 import asyncio
 import logging
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from kvcache_pool import operate
 from kvcache_pool.announcing import announce, place_of
 from kvcache_pool.config import KVCacheConfig
 from kvcache_pool.geometry import Geometry
@@ -147,8 +148,12 @@ async def _manifest(transport: Transport, conductor: str) -> Manifest:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    teaches = "One KVCache instance: memory for KV blocks."
-    return run_service("kvcache", KVCacheConfig, serve, teaches=teaches, argv=argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and not arguments[0].startswith("-"):
+        return operate.main(arguments)
+    verbs = "|".join(operate.VERBS)
+    teaches = f"One KVCache instance: memory for KV blocks. `dango kvcache {verbs}` ask a pool that runs."
+    return run_service("kvcache", KVCacheConfig, serve, teaches=teaches, argv=arguments)
 
 
 if __name__ == "__main__":

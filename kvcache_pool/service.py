@@ -23,6 +23,8 @@ from kvcache_pool.api import (
     Discard,
     Done,
     Due,
+    Existing,
+    Exists,
     Found,
     GetCatalogue,
     GetDue,
@@ -87,6 +89,7 @@ class DirectoryService:
         return dict(
             [
                 at_once(Lookup, self._lookup),
+                at_once(Exists, self._exists),
                 at_once(Acquire, self._acquire),
                 at_once(Commit, self._commit),
                 at_once(Renew, self._renew),
@@ -131,6 +134,9 @@ class DirectoryService:
 
     def _lookup(self, message: Lookup) -> Found:
         return self._index.find(message.blocks)
+
+    def _exists(self, message: Exists) -> Existing:
+        return Existing([self._index.replicas(name) > 0 for name in message.blocks])
 
     def _acquire(self, message: Acquire) -> Lease:
         _require_lease_s(message.lease_s)

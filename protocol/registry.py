@@ -58,6 +58,17 @@ class GetManifest(Message):
     """Asked by a KVCache instance, which has no model of its own, before it can lay out its memory."""
 
 
+class GetDirectory(Message):
+    """Asked by a client of the KVCache pool, which is no member and hears of nothing. Answered by DirectoryAt."""
+
+
+class DirectoryAt(Message):
+    """Where the KVCache pool's directory listens."""
+
+    address: str | None
+    """None while there is none."""
+
+
 TIMINGS_MAX = 64
 """Timings in one report: enough for a fit, and small. Of more passes, the latest are told."""
 

@@ -52,6 +52,7 @@ PURE = {
     "conductor/ask.py",
     "prefill_pool/schedule.py",
     "decode_pool/schedule.py",
+    "kvcache_pool/buffers.py",
     "kvcache_pool/index.py",
     "kvcache_pool/idle.py",
     "kvcache_pool/leases.py",

@@ -14,6 +14,7 @@ from conductor.config import ConductorConfig
 from decode_pool.config import DecodeConfig
 from deploy import chat, serve
 from deploy.config import ServeConfig
+from kvcache_pool import operate
 from kvcache_pool.api import Grant
 from kvcache_pool.config import KVCacheConfig
 from prefill_pool.config import PrefillConfig
@@ -124,10 +125,12 @@ def test_constants_in_the_architecture_exist() -> None:
     assert {name for name in names if not re.search(rf"^{name} = ", sources, re.MULTILINE)} == set()
 
 
-def flags_of(verb: str) -> set[str]:
-    """Every flag that `dango VERB` takes."""
+def flags_of(verb: str, *words: str) -> set[str]:
+    """Every flag that `dango VERB WORD ...` takes."""
     parser = argparse.ArgumentParser()
-    if verb == "serve":
+    if verb == "kvcache" and words and words[0] in operate.VERBS:
+        operate.add_arguments(parser, words[0])
+    elif verb == "serve":
         serve.add_arguments(parser)
     elif verb == "chat":
         chat.add_arguments(parser)
@@ -145,7 +148,7 @@ def commands_in(text: str) -> list[list[str]]:
     return [shlex.split(command.replace("'", "")) for command in found]
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/configuration.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/configuration.md", "docs/pool.md"])
 def test_flags_in_documents_exist(name: str) -> None:
     commands = commands_in(text_of(name))
     assert commands
@@ -153,7 +156,7 @@ def test_flags_in_documents_exist(name: str) -> None:
         f"{verb} {word}"
         for _, verb, *words in commands
         for word in words
-        if word.startswith("--") and word not in flags_of(verb)
+        if word.startswith("--") and word not in flags_of(verb, *words)
     ]
     assert unknown == []
 
@@ -165,6 +168,8 @@ def test_the_search_for_flags_sees_them() -> None:
     assert commands_in('`make run ARGS="--decode 2"` and') == [["dango", "serve", "--decode", "2"]]
     assert "--decode" in flags_of("serve")
     assert "--decode" not in flags_of("prefill")
+    assert "--hard" in flags_of("kvcache", "pin")
+    assert not {"--hard", "--listen"} & flags_of("kvcache", "stats")
 
 
 @pytest.mark.parametrize("name", SECTIONS)

@@ -9,21 +9,31 @@ from kvcache_pool.api.directory import (
     Clear,
     Cleared,
     Commit,
+    Counted,
     Discard,
     Done,
     Due,
+    Existing,
+    Exists,
     Found,
     GetCatalogue,
     GetDue,
+    GetSegments,
     GetStats,
     Grant,
     Lease,
     Lookup,
+    Pin,
+    PinKind,
     Release,
+    Remove,
     Renew,
+    Segments,
+    SegmentStats,
     Stats,
+    Unpin,
 )
-from protocol.errors import PeerLost
+from protocol.errors import BadMessage, PeerLost
 from protocol.ids import BlockHash, LeaseId, SegmentId
 from protocol.rpc import Client
 from protocol.transport import Transport
@@ -38,6 +48,15 @@ class Directory:
     async def lookup(self, blocks: list[BlockHash]) -> Found:
         """What of a chain is cached, and where. Changes nothing."""
         return await self._client.call(Lookup(blocks), Found, within_s=DIRECTORY_S)
+
+    async def exists(self, blocks: list[BlockHash]) -> list[bool]:
+        """Which of these are cached, each for itself. Changes nothing."""
+        cached = (await self._client.call(Exists(blocks), Existing, within_s=DIRECTORY_S)).cached
+        if len(cached) != len(blocks):
+            raise BadMessage(
+                f"{self._client.address} tells of {len(cached)} blocks, and was asked of {len(blocks)}"
+            )
+        return cached
 
     async def acquire(self, ask: Acquire) -> Lease:
         """Lease a prefix and room for the rest. Raises PoolFull."""
@@ -70,6 +89,22 @@ class Directory:
     async def clear(self) -> int:
         """Forget every block that no lease names; returns how many."""
         return (await self._client.call(Clear(), Cleared, within_s=DIRECTORY_S)).blocks
+
+    async def pin(self, blocks: list[BlockHash], kind: PinKind, for_s: float) -> int:
+        """Keep blocks for `for_s` seconds; returns how many of the unbroken prefix are pinned now."""
+        return (await self._client.call(Pin(blocks, kind, for_s), Counted, within_s=DIRECTORY_S)).blocks
+
+    async def unpin(self, blocks: list[BlockHash]) -> int:
+        """End pins; returns how many blocks had been pinned."""
+        return (await self._client.call(Unpin(blocks), Counted, within_s=DIRECTORY_S)).blocks
+
+    async def remove(self, blocks: list[BlockHash]) -> int:
+        """Forget these blocks, but for those that a lease names; returns how many."""
+        return (await self._client.call(Remove(blocks), Counted, within_s=DIRECTORY_S)).blocks
+
+    async def segments(self) -> list[SegmentStats]:
+        """Counts of blocks of each segment, in the order of joining."""
+        return (await self._client.call(GetSegments(), Segments, within_s=DIRECTORY_S)).segments
 
     async def stats(self) -> Stats:
         """Counts of blocks."""

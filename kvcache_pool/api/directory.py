@@ -110,6 +110,18 @@ class Found(Message):
     """Of each segment that has the first block: how far the chain goes in that segment alone."""
 
 
+class Exists(Message):
+    """Which of these blocks are cached, each for itself? Changes nothing. Answered by Existing."""
+
+    blocks: list[BlockHash]
+
+
+class Existing(Message):
+    """In the order of the question."""
+
+    cached: list[bool]
+
+
 class Grant(NamedTuple):
     """A row. The right to read or write one slot, as long as the lease lasts."""
 

@@ -80,12 +80,12 @@ def test_what_the_user_set_in_the_environment_stands(monkeypatch: pytest.MonkeyP
 
 
 def test_the_welcome_has_a_line_that_works_as_it_stands() -> None:
-    text = welcome(MODEL, "http://127.0.0.1:9000", "dango")
+    text = welcome(MODEL, "http://127.0.0.1:9000", "dango", "ipc:///run/conductor.sock")
     body = re.search(r"-d '(.*)'", text)
     assert body is not None
     assert json.loads(body[1])["model"] == "m"
     assert "dango chat --url http://127.0.0.1:9000" in text
-    assert "  .venv/bin/dango chat    " in welcome(MODEL, "http://127.0.0.1:8000", ".venv/bin/dango")
+    assert "  .venv/bin/dango chat    " in welcome(MODEL, "http://127.0.0.1:8000", ".venv/bin/dango", "ipc://c")
 
 
 def test_the_command_is_named_as_a_shell_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,166 @@
+"""`dango kvcache stats|lookup|...`: an operator looks into a running pool, or changes what it keeps.
+
+Each verb is one function from a connected client to its answer: a map for machines, lines for people.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvcache_pool.client import KVCachePool
+from kvcache_pool.config import KVCacheConfig
+from protocol.errors import DangoError
+from protocol.settings import SettingsError, load_section
+
+PIN_S = 3600.0
+"""How long a pin lasts that names no time."""
+
+TOKENS_CHARS_MAX = 64 << 20
+"""Of a list of tokens on standard input: several million of them, more than any prompt has."""
+
+
+class Answer(NamedTuple):
+    """What a verb has to say."""
+
+    fields: dict[str, Any]
+    """For machines."""
+    lines: list[str]
+    """For people."""
+
+
+Verb = Callable[[KVCachePool, argparse.Namespace], Awaitable[Answer]]
+
+
+async def stats(pool: KVCachePool, _: argparse.Namespace) -> Answer:
+    """Blocks of the pool and of each segment."""
+    counts, segments = await pool.stats(), await pool.segments()
+    mebibytes = counts.total * pool.layout.block_bytes / (1 << 20)
+    held = f"{counts.leased} in use by {counts.leases} leases, {counts.copies} copies"
+    lines = [
+        f"{counts.total} blocks of {pool.layout.block_tokens} tokens, {mebibytes:.0f} MiB",
+        f"  {counts.free} free, {counts.cached} cached, {counts.reserved} being written",
+        f"  {held}, {counts.evicted} evicted so far",
+    ]
+    for one in segments:
+        used = f"{one.free} of {one.total} free, {one.cached} cached, {one.leased} in use, {one.pinned} pinned"
+        lines.append(f"{one.segment} on {one.host}: {used}")
+    told = [one._asdict() for one in segments]
+    return Answer({**asdict(counts), "block_bytes": pool.layout.block_bytes, "segments": told}, lines)
+
+
+async def lookup(pool: KVCachePool, asked: argparse.Namespace) -> Answer:
+    """How much of a prompt is cached, and where."""
+    tokens = _tokens(asked)
+    found = await pool.lookup(tokens)
+    lines = [f"{found.tokens} of {len(tokens)} tokens are cached, {found.blocks} blocks"]
+    lines += [f"  {segment}: {blocks} blocks" for segment, blocks in found.segments.items()]
+    return Answer({**asdict(found), "asked": len(tokens)}, lines)
+
+
+async def clear(pool: KVCachePool, _: argparse.Namespace) -> Answer:
+    """Forget every block that is not in use."""
+    return _counted(await pool.clear(), "forgotten")
+
+
+async def pin(pool: KVCachePool, asked: argparse.Namespace) -> Answer:
+    """Keep what is cached of a prompt."""
+    return _counted(await pool.pin(_tokens(asked), asked.for_s, hard=asked.hard), "pinned")
+
+
+async def unpin(pool: KVCachePool, asked: argparse.Namespace) -> Answer:
+    """End the pins of a prompt's blocks."""
+    return _counted(await pool.unpin(_tokens(asked)), "unpinned")
+
+
+async def remove(pool: KVCachePool, asked: argparse.Namespace) -> Answer:
+    """Forget a prompt's blocks, pinned or not."""
+    return _counted(await pool.remove(_tokens(asked)), "forgotten")
+
+
+VERBS: Mapping[str, Verb] = {
+    "stats": stats,
+    "lookup": lookup,
+    "clear": clear,
+    "pin": pin,
+    "unpin": unpin,
+    "remove": remove,
+}
+ABOUT_TOKENS = frozenset(("lookup", "pin", "unpin", "remove"))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one verb. Returns the exit code: 1 with a sentence when the pool cannot be reached or refuses, 2 for a
+    command line or setting that cannot be read."""
+    parser = parser_of_all()
+    asked = parser.parse_args(argv)
+    try:
+        given = argparse.Namespace(conductor=asked.conductor)
+        config = load_section(KVCacheConfig, "kvcache", flags=given, environ=os.environ, file=asked.config)
+    except SettingsError as error:
+        parser.exit(2, f"dango kvcache: {error}\n")
+    try:
+        answer = asyncio.run(_run(config.conductor, asked))
+    except (DangoError, OSError, ValueError) as error:
+        sys.stderr.write(f"dango kvcache {asked.verb}: {error}\n")
+        return 1
+    text = json.dumps(answer.fields) if asked.json else "\n".join(answer.lines)
+    sys.stdout.write(f"{text}\n")
+    return 0
+
+
+async def _run(conductor: str, asked: argparse.Namespace) -> Answer:
+    tenant, salt = getattr(asked, "tenant", ""), getattr(asked, "salt", "")
+    async with KVCachePool.connect(conductor, tenant=tenant, salt=salt) as pool:
+        return await VERBS[asked.verb](pool, asked)
+
+
+def parser_of_all() -> argparse.ArgumentParser:
+    """What every verb takes."""
+    parser = argparse.ArgumentParser("dango kvcache", description="Ask a running KVCache pool, or change it.")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for name, verb in VERBS.items():
+        sentence = verb.__doc__ or ""
+        one = verbs.add_parser(name, help=sentence, description=sentence)
+        add_arguments(one, name)
+    return parser
+
+
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """What one verb takes."""
+    where = f"the Conductor's control address (default: {KVCacheConfig.conductor})"
+    parser.add_argument("--conductor", metavar="TEXT", help=where)
+    parser.add_argument("--config", metavar="FILE", type=Path, help="settings in TOML; this reads [kvcache]")
+    parser.add_argument("--json", action="store_true", help="answer with one JSON object (default: in words)")
+    if name in ABOUT_TOKENS:
+        parser.add_argument("tokens", nargs="+", metavar="TOKEN", help="token ids of the prompt; - reads them")
+        parser.add_argument("--salt", default="", help="cache_salt of the prompt (default: none)")
+        parser.add_argument("--tenant", default="", help="tenant of the prompt (default: none)")
+    if name == "pin":
+        seconds = f"for so many seconds (default: {PIN_S:g})"
+        parser.add_argument("--for-s", type=float, default=PIN_S, metavar="X", help=seconds)
+        parser.add_argument("--hard", action="store_true", help="whatever else must go (default: a soft pin)")
+
+
+def _tokens(asked: argparse.Namespace) -> list[int]:
+    """Token ids from the command line, or standard input: JSON, or with spaces between. Raises ValueError."""
+    words: list[str] = asked.tokens
+    if words == ["-"]:
+        text = sys.stdin.read(TOKENS_CHARS_MAX + 1)
+        if len(text) > TOKENS_CHARS_MAX:
+            raise ValueError(f"more than {TOKENS_CHARS_MAX} characters are no prompt")
+        words = re.sub(r"[\[\],]", " ", text).split()
+    wrong = next((word for word in words if not word.isdecimal()), None)
+    if wrong is not None:
+        raise ValueError(f"a token is a whole number, not {wrong[:80]!r}")
+    return [int(word) for word in words]
+
+
+def _counted(blocks: int, done: str) -> Answer:
+    return Answer({"blocks": blocks}, [f"{blocks} {'block is' if blocks == 1 else 'blocks are'} {done}"])

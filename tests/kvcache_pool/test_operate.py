@@ -1,0 +1,147 @@
+"""`dango kvcache VERB`: what an operator sees of a pool, and of one that is not there."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from kvcache_pool.client import KVCachePool
+from kvcache_pool.operate import VERBS
+from tests.kvcache_pool.builders import LAYOUT, Pool, a_pool, random_runs
+from tests.kvcache_pool.test_client import MANIFEST, Conductor
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENS = [*range(40)]
+"""Two full blocks and a tail."""
+
+
+class Operator:
+    """A terminal from which the pool is reached."""
+
+    def __init__(self, conductor: str) -> None:
+        self._conductor = conductor
+
+    async def __call__(self, *arguments: str, says: str = "", **environ: str) -> tuple[int, str, str]:
+        """Exit code, what it printed, and what it complained of."""
+        argv = [sys.executable, "-m", "deploy.cli", "kvcache", *arguments]
+        pipe = subprocess.PIPE
+        env = os.environ | {"DANGO_KVCACHE_CONDUCTOR": self._conductor} | environ
+        process = await asyncio.create_subprocess_exec(
+            *argv, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, stderr=pipe
+        )
+        try:
+            out, err = await asyncio.wait_for(process.communicate(says.encode()), 60.0)
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        assert process.returncode is not None
+        return process.returncode, out.decode(), err.decode()
+
+
+@pytest.fixture
+async def pool(tmp_path: Path) -> AsyncIterator[Pool]:
+    """Two blocks of TOKENS are cached."""
+    async with a_pool(tmp_path, 8) as pool:
+        async with KVCachePool.connect(directory=pool.address, root=MANIFEST.root()) as client:
+            await client.put(TOKENS, random_runs(2 * LAYOUT.layers))
+        yield pool
+
+
+@pytest.fixture
+async def dango(pool: Pool) -> AsyncIterator[Operator]:
+    async with Conductor(pool.transport, pool.address) as conductor:
+        yield Operator(conductor.address)
+
+
+def words(tokens: list[int]) -> list[str]:
+    return [str(token) for token in tokens]
+
+
+async def test_lookup_tells_how_much_is_cached_and_where(dango: Operator) -> None:
+    code, out, err = await dango("lookup", *words(TOKENS))
+    assert (code, out, err) == (0, "32 of 40 tokens are cached, 2 blocks\n  kv-0: 2 blocks\n", "")
+    for says in (json.dumps(TOKENS), " ".join(words(TOKENS))):
+        code, out, err = await dango("lookup", "-", "--json", says=says)
+        told = {"tokens": 32, "blocks": 2, "segments": {"kv-0": 2}, "asked": 40}
+        assert (code, json.loads(out), err) == (0, told, "")
+    code, out, err = await dango("lookup", "--salt", "apart", *words(TOKENS))
+    assert (code, out, err) == (0, "0 of 40 tokens are cached, 0 blocks\n", "")
+
+
+async def test_stats_count_the_pool_and_each_segment(dango: Operator) -> None:
+    code, out, err = await dango("stats")
+    assert (code, err) == (0, "")
+    assert "8 blocks of 16 tokens" in out
+    assert "6 free, 2 cached, 0 being written" in out
+    assert "kv-0 on here: 6 of 8 free, 2 cached" in out
+    code, out, err = await dango("stats", "--json")
+    told = json.loads(out)
+    assert (code, told["cached"], told["total"], told["block_bytes"]) == (0, 2, 8, LAYOUT.block_bytes)
+    assert [(one["segment"], one["free"]) for one in told["segments"]] == [("kv-0", 6)]
+
+
+async def test_pins_removal_and_clearing_say_how_many_blocks(dango: Operator, pool: Pool) -> None:
+    prompt = words(TOKENS)
+    assert await dango("pin", "--hard", "--for-s", "60", *prompt) == (0, "2 blocks are pinned\n", "")
+    assert await dango("unpin", *prompt) == (0, "2 blocks are unpinned\n", "")
+    assert await dango("remove", *prompt[:16]) == (0, "1 block is forgotten\n", "")
+    assert await dango("clear", "--json") == (0, '{"blocks": 1}\n', "")
+    assert pool.index.stats().free == 8
+
+
+@pytest.mark.parametrize("verb", VERBS)
+async def test_a_pool_that_is_not_there_is_one_sentence_and_a_failure(verb: str) -> None:
+    tokens = ["1"] if verb not in ("stats", "clear") else []
+    code, out, err = await Operator("tcp://127.0.0.1:2")(verb, *tokens, "--conductor", "tcp://127.0.0.1:1")
+    assert (code, out) == (1, "")
+    assert err == f"dango kvcache {verb}: nobody listens at tcp://127.0.0.1:1\n"
+
+
+async def test_a_conductor_without_a_directory_is_one_sentence(pool: Pool) -> None:
+    async with Conductor(pool.transport, None) as conductor:
+        code, out, err = await Operator(conductor.address)("stats")
+    assert (code, out) == (1, "")
+    assert err == f"dango kvcache stats: the Conductor at {conductor.address} knows of no directory\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says", "code", "sentence"),
+    [
+        (("fly",), "", 2, "invalid choice: 'fly'"),
+        (("lookup",), "", 2, "the following arguments are required: TOKEN"),
+        (("lookup", "one"), "", 1, "a token is a whole number"),
+        (("lookup", "-"), '{"tokens": 1}', 1, "a token is a whole number"),
+        (("lookup", "4294967296"), "", 1, "a token id has 32 bits"),
+        (("stats", "--config", "nowhere.toml"), "", 2, "cannot read the settings file nowhere.toml"),
+    ],
+)
+async def test_a_mistake_is_told_and_changes_nothing(
+    dango: Operator, pool: Pool, arguments: tuple[str, ...], says: str, code: int, sentence: str
+) -> None:
+    before = pool.index.stats()
+    done, out, err = await dango(*arguments, says=says)
+    assert (done, out) == (code, "")
+    assert sentence in err
+    assert "Traceback" not in err
+    assert pool.index.stats() == before
+
+
+async def test_a_mistyped_variable_is_told(dango: Operator) -> None:
+    code, out, err = await dango("stats", DANGO_KVCACHE_CONDUKTOR="x")
+    assert (code, out) == (2, "")
+    assert "did you mean 'DANGO_KVCACHE_CONDUCTOR'?" in err
+
+
+@pytest.mark.parametrize("verb", VERBS)
+async def test_each_verb_explains_itself(verb: str) -> None:
+    code, out, err = await Operator("")(verb, "--help")
+    assert (code, err) == (0, "")
+    assert f"usage: dango kvcache {verb}" in out
+    assert "--conductor" in out
+    assert "default:" in out
