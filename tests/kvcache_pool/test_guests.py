@@ -15,7 +15,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvcache_pool.api import GetStats
+from kvcache_pool.api import GetStats, ReadLayer
 from protocol.cluster import PROTOCOL_VERSION
 from protocol.frames import Kind, encode
 from protocol.zmq_transport import FRAME_BYTES_MAX, QUEUE_FRAMES_MAX
@@ -57,10 +57,13 @@ async def works(pool: Pool, number: int) -> None:
 
 
 async def test_a_client_that_reads_nothing_costs_the_others_nothing(pool: Pool) -> None:
+    pool.segments[0].memory.claim(0, 1)
+    large = ReadLayer(0, [0] * 8, [1] * 8)
     async with a_guest(pool.address, RCVHWM=1, RCVBUF=4096) as guest:
-        for number in range(1, 9 * QUEUE_FRAMES_MAX):
-            await guest.send_multipart([encode(Kind.CALL, number, GetStats(), 5.0)])
-            if number % 4000 == 0:
+        for number in range(1, 2 * QUEUE_FRAMES_MAX):
+            message = large if number % 8 else GetStats()
+            await guest.send_multipart([encode(Kind.CALL, number, message, 5.0)])
+            if number % 1000 == 0:
                 await works(pool, number)
     await works(pool, 1)
     assert (await pool.directory.stats()).leases == 0
