@@ -108,6 +108,8 @@ class Readiness:
     ready: bool
     missing: list[str] = field(default_factory=list)
     """Sentences, one for each pool that has no instance."""
+    degraded: list[str] = field(default_factory=list)
+    """Sentences about what is not as it should be while requests are served all the same."""
 
 
 class Serve(Protocol):

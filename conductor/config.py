@@ -5,6 +5,8 @@ from typing import Literal
 
 from engine.config import ModelSettings
 
+REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+
 
 @dataclass(frozen=True)
 class ConductorConfig(ModelSettings):
@@ -27,6 +29,10 @@ class ConductorConfig(ModelSettings):
 
     report_s: float = 0.5
     """How often instances report to the Conductor, in seconds; one that misses six reports is given up."""
+
+    redis: str = ""
+    """Redis through which several Conductors share one cluster, such as redis://10.0.0.1:6379/0; each cluster
+    needs a database of its own. Empty means that this Conductor is alone."""
 
     drain_s: float = 5.0
     """How long running requests may go on after the Conductor was told to stop, in seconds."""
@@ -120,6 +126,8 @@ class ConductorConfig(ModelSettings):
         self._require_positive("held_max", "held_tokens_max", "batch_age_s", "rest_steps_max")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be from 0 to 65535, not {self.port}")
+        if self.redis and not self.redis.startswith(REDIS_SCHEMES):
+            raise ValueError(f"redis must begin with one of {', '.join(REDIS_SCHEMES)}")  # it may hold a password
         if self.refusal_status not in (429, 503):
             raise ValueError(f"refusal_status must be 429 or 503, not {self.refusal_status}")
         if not 0 <= self.hysteresis < 1:

@@ -87,7 +87,7 @@ class Dispatcher:
     def readiness(self) -> Readiness:
         """Whether every pool has an instance that passed its self-test."""
         missing = ["the conductor is draining"] if self._draining else self._view.missing()
-        return Readiness(not missing, missing)
+        return Readiness(not missing, missing, self._registry.degraded)
 
     async def drain(self, within_s: float) -> None:
         """Refuse new requests from now on; wait until the running ones have ended, and after `within_s` end

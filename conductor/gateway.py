@@ -13,7 +13,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -147,9 +147,7 @@ class Gateway:
 
     async def _ready(self, _http: web.Request) -> web.Response:
         readiness = self._serve.readiness()
-        return json_response(
-            {"ready": readiness.ready, "missing": readiness.missing}, 200 if readiness.ready else 503
-        )
+        return json_response(asdict(readiness), 200 if readiness.ready else 503)
 
     async def _scrape(self, _http: web.Request) -> web.Response:
         return web.Response(body=self._metrics.render(), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})

@@ -1,16 +1,20 @@
-"""The embedded registry: instances register and report here, and those that fall silent are given up."""
+"""The registry: instances register and report here, and those that fall silent are given up.
+
+Every Conductor of a cluster hears every instance itself. What they tell each other is in `conductor/presence.py`.
+"""
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from conductor.estimate import Estimates
 from conductor.metrics import Metrics
 from conductor.peers import Peers
+from conductor.roster import Roster
 from conductor.view import Instance, View
 from kvcache_pool.api import DirectoryLink
-from protocol.cluster import Manifest
-from protocol.ids import InstanceId
+from protocol.cluster import Manifest, Mismatch
+from protocol.ids import Incarnation, InstanceId
 from protocol.message import Message
 from protocol.pause import sleep_unless_paused
 from protocol.registry import (
@@ -22,6 +26,7 @@ from protocol.registry import (
     Pool,
     Register,
     Report,
+    Superseded,
     Welcome,
 )
 from protocol.rpc import Ask, Handler, at_once, handler
@@ -36,13 +41,25 @@ class Registry:
     """Handlers for the control port, and the loop that gives up the silent."""
 
     def __init__(
-        self, view: View, peers: Peers, directory: DirectoryLink, metrics: Metrics, estimates: Estimates
+        self,
+        view: View,
+        peers: Peers,
+        directory: DirectoryLink,
+        metrics: Metrics,
+        estimates: Estimates,
+        roster: Roster | None = None,
     ) -> None:
         self._view = view
         self._peers = peers
         self._directory = directory
         self._metrics = metrics
         self._estimates = estimates
+        self._roster = roster or Roster()
+
+    @property
+    def degraded(self) -> list[str]:
+        """What is not as it should be while all goes on."""
+        return [self._roster.fault] if self._roster.fault else []
 
     def handlers(self) -> Mapping[type[Message], Handler]:
         """What the control port answers."""
@@ -61,6 +78,7 @@ class Registry:
         older = self._view.register(message, _now())
         log.info("joined", extra={"instance": message.instance, "pool": message.pool.value})
         if older is not None:
+            self._roster.end(older.incarnation)
             await self._bury(older)
         await self._directory.follow(self._view.directory)
         return Welcome(self._heard(message.instance))
@@ -70,7 +88,7 @@ class Registry:
         now = _now()
         known = self._view.report(message.instance, message.incarnation, message.load, now)
         if not known:
-            return Heard(False, self._view.directory, report_s=self._view.report_s)
+            return Heard(False, self._view.directory, None, self._view.report_s, self._roster.conductors)
         instance = self._view.find(message.instance)
         assert instance is not None
         self._metrics.set_pool_load(instance.pool, instance.name, message.load)
@@ -92,6 +110,23 @@ class Registry:
     def get_directory(self, _: GetDirectory) -> DirectoryAt:
         """For those who use the pool and are in none."""
         return DirectoryAt(self._view.directory)
+
+    async def believe(self, present: Iterable[Register]) -> None:
+        """Let in whom other Conductors know, so that this one need not wait for their reports. Who does not report
+        here too is given up in the usual time."""
+        for message in present:
+            try:
+                if self._view.find(message.instance) is None:
+                    self._view.register(message, _now())
+            except (Mismatch, Superseded) as error:
+                log.info("not taken over: %s", error, extra={"instance": message.instance})
+        await self._directory.follow(self._view.directory)
+
+    async def supersede(self, incarnations: Iterable[Incarnation]) -> None:
+        """Other Conductors know of newer lives than these."""
+        for instance in self._view.supersede(incarnations):
+            log.info("replaced, another conductor says", extra={"instance": instance.name})
+            await self._bury(instance)
 
     async def expire_forever(self, dropped: Callable[[], int]) -> None:
         """Until cancelled. `dropped` tells how many frames the control port has dropped since its start."""
@@ -122,7 +157,7 @@ class Registry:
     def _heard(self, name: InstanceId) -> Heard:
         instance = self._view.find(name)
         home = None if instance is None else self._view.home(instance)
-        return Heard(True, self._view.directory, home, self._view.report_s)
+        return Heard(True, self._view.directory, home, self._view.report_s, self._roster.conductors)
 
 
 def _now() -> float:

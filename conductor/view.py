@@ -5,7 +5,7 @@ report that is late means unknown, not full.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from conductor.ask import Priority
@@ -186,6 +186,16 @@ class View:
             return None
         return self._end(instance)
 
+    def supersede(self, incarnations: Iterable[Incarnation]) -> list[Instance]:
+        """Newer lives than these are known elsewhere; returns those that were alive here."""
+        ended = set(incarnations)
+        living = [instance for instance in self._instances.values() if instance.incarnation in ended]
+        for instance in living:
+            self._end(instance)
+        for incarnation in sorted(ended - self._ended.keys()):
+            self._remember(incarnation)
+        return living
+
     def expire(self, now: float) -> list[Instance]:
         """Give up those that missed DEAD_AFTER_REPORTS reports, unless all did. They may register again."""
         if self._dead_s < now - self._heard_at <= DEAF_TIMES * self._dead_s or now < self._patient_until:
@@ -336,11 +346,14 @@ class View:
 
     def _end(self, instance: Instance) -> Instance:
         del self._instances[instance.name]
-        self._ended[instance.incarnation] = None
-        if len(self._ended) > DEAD_MAX:
-            del self._ended[next(iter(self._ended))]
+        self._remember(instance.incarnation)
         self._changed()
         return instance
+
+    def _remember(self, ended: Incarnation) -> None:
+        self._ended[ended] = None
+        if len(self._ended) > DEAD_MAX:
+            del self._ended[next(iter(self._ended))]
 
 
 def _instance_of(message: Register, now: float) -> Instance:

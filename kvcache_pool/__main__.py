@@ -1,6 +1,7 @@
 """`dango kvcache`: one KVCache instance, built from real parts. `dango kvcache VERB` asks a pool that runs."""
 
 import asyncio
+import itertools
 import logging
 import socket
 import sys
@@ -19,9 +20,10 @@ from kvcache_pool.service import DirectoryService, SegmentService
 from kvcache_pool.tiers import DiskTier, beside, disk_segment
 from protocol.blocks import BlockLayout
 from protocol.cluster import Manifest
-from protocol.errors import PeerLost
+from protocol.errors import DeadlineExceeded, PeerLost
 from protocol.ids import Incarnation, SegmentId
-from protocol.instance import Role, Work, new_incarnation, run_instance
+from protocol.instance import Role, Work, addresses_in, new_incarnation, run_instance
+from protocol.membership import REGISTRY_S
 from protocol.process import run_service
 from protocol.registry import REPORT_EVERY_S, GetManifest, Heard, Load, Pool
 from protocol.rpc import Client
@@ -133,17 +135,19 @@ def _index(config: KVCacheConfig) -> Index:
 
 
 async def _manifest(transport: Transport, conductor: str) -> Manifest:
-    """Ask until the Conductor answers. Raises PeerLost when it has not in MANIFEST_S."""
+    """Ask until a Conductor answers. Raises PeerLost or DeadlineExceeded when none has in MANIFEST_S."""
     loop = asyncio.get_running_loop()
     end = loop.time() + MANIFEST_S
-    async with Client(transport, conductor) as client:
-        while True:
+    for address in itertools.cycle(addresses_in(conductor)):
+        async with Client(transport, address) as client:
             try:
-                return await client.call(GetManifest(), Manifest, within_s=end - loop.time())
-            except PeerLost:
+                within_s = min(REGISTRY_S, end - loop.time())
+                return await client.call(GetManifest(), Manifest, within_s=within_s)
+            except (PeerLost, DeadlineExceeded):
                 if loop.time() + REPORT_EVERY_S > end:
                     raise
             await asyncio.sleep(REPORT_EVERY_S)
+    raise AssertionError("a cycle has no end")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ class KVCacheConfig:
     """One KVCache instance: a segment of this machine's memory, and perhaps the pool's directory."""
 
     conductor: str = "tcp://127.0.0.1:8002"
-    """Address of the Conductor's control port, where this instance registers."""
+    """Address of the Conductor's control port, where this instance registers; of several, with commas between."""
 
     listen: str = "tcp://127.0.0.1:0"
     """Address to listen at; port 0 takes any free one."""

@@ -7,10 +7,10 @@ from typing import Any
 
 from protocol.cluster import Manifest
 from protocol.ids import Incarnation, InstanceId
-from protocol.membership import Member
+from protocol.memberships import Memberships
 from protocol.message import Message
 from protocol.registry import Heard, Load, Pool, Register
-from protocol.rpc import Client, Handler, Server
+from protocol.rpc import Handler, Server
 from protocol.tasks import together
 from protocol.transport import Transport
 
@@ -62,21 +62,29 @@ class Work:
 
 
 async def run_instance(transport: Transport, role: Role, work: Work, *, listen: str, conductor: str) -> None:
-    """Until cancelled. Raises OSError when it cannot listen, ValueError for a `listen` that tells others nothing,
-    Mismatch or Superseded when it is unwelcome."""
-    _require_reachable(listen)
+    """Until cancelled. `conductor` may be several addresses with commas between. Raises OSError when it cannot
+    listen, ValueError for addresses that are of no use, Mismatch or Superseded when it is unwelcome."""
+    require_reachable(listen)
+    conductors = addresses_in(conductor)
     server = Server(transport.bind(listen), work.handlers)
 
     def load() -> Load:
         told = work.load()
         return replace(told, bad_frames=server.bad_frames) if server.bad_frames else told
 
-    async with Client(transport, conductor) as client:
-        member = Member(client, role.register(server.address), load, work.heard)
-        await together([server.serve(), *(loop(server.address) for loop in work.loops), member.run()])
+    memberships = Memberships(transport, conductors, role.register(server.address), load, work.heard)
+    await together([server.serve(), *(loop(server.address) for loop in work.loops), memberships.run()])
 
 
-def _require_reachable(listen: str) -> None:
+def addresses_in(conductor: str) -> list[str]:
+    """`a, b` as a list. Raises ValueError if it is empty."""
+    addresses = [address.strip() for address in conductor.split(",") if address.strip()]
+    if not addresses:
+        raise ValueError("conductor must name at least one address")
+    return addresses
+
+
+def require_reachable(listen: str) -> None:
     """What an instance listens at is also what it is reached at: every interface is no address for others."""
     if listen.startswith(EVERY_INTERFACE):
         raise ValueError(f"listen is {listen}, and others could not connect to that: give this host's own address")

@@ -1,4 +1,7 @@
-"""An instance's side of the registry: register, report, hear where the rest of the cluster is."""
+"""An instance's side of the registry: register, report, hear where the rest of the cluster is.
+
+With one Conductor, that is; `protocol/memberships.py` keeps one for each.
+"""
 
 import asyncio
 import logging
@@ -24,7 +27,8 @@ log = logging.getLogger("dango.member")
 class Member:
     """Keeps one instance registered, whatever happens to the Conductor meanwhile.
 
-    `load` is asked at each report; `heard` is awaited with each answer.
+    `load` is asked at each report; `heard` is awaited with each answer. `stays` is asked at the end: whether the
+    instance lives on without this Conductor, which must then not be told that it has ended.
     """
 
     def __init__(
@@ -33,12 +37,14 @@ class Member:
         identity: Register,
         load: Callable[[], Load],
         heard: Callable[[Heard], Awaitable[None]],
+        stays: Callable[[], bool] = lambda: False,
     ) -> None:
         self._client = client
         self._identity = identity
         self._load = load
         self._heard = heard
         self._report_s = REPORT_EVERY_S
+        self._stays = stays
 
     async def run(self) -> None:
         """Until cancelled. Raises Mismatch or Superseded when the cluster will not have this instance."""
@@ -59,7 +65,8 @@ class Member:
                     log.log(level, "the conductor does not answer: %s", error)
                 await asyncio.sleep(self._report_s)
         finally:
-            await self._leave()
+            if not self._stays():
+                await self._leave()
 
     async def _register(self) -> None:
         welcome = await self._client.call(self._identity, Welcome, within_s=REGISTRY_S)

@@ -152,6 +152,9 @@ class Heard(Message):
     """The segment nearest to this compute instance; None while there is none."""
     report_s: float = REPORT_EVERY_S
     """Report again after so long."""
+    conductors: list[str] = field(default_factory=list)
+    """Control ports of all Conductors that share this cluster, the answering one's included: report to each. Empty
+    where there is one only."""
 
 
 class Welcome(Message):

@@ -40,6 +40,7 @@ PURE = {
     "conductor/forecast.py",
     "conductor/health.py",
     "conductor/retries.py",
+    "conductor/roster.py",
     "conductor/rules.py",
     "conductor/fit.py",
     "conductor/kind.py",
@@ -74,6 +75,7 @@ PURE = {
     "protocol/cluster.py",
     "protocol/errors.py",
     "protocol/frames.py",
+    "protocol/hearsay.py",
     "protocol/ids.py",
     "protocol/message.py",
     "protocol/registry.py",
@@ -86,7 +88,7 @@ PURE = {
 }
 IMPURE_MODULES = {
     *("asyncio", "time", "random", "secrets", "uuid", "logging", "threading", "socket", "select", "subprocess"),
-    *("torch", "zmq", "aiohttp", "prometheus_client", "kernels"),
+    *("torch", "zmq", "aiohttp", "prometheus_client", "redis", "kernels"),
 }
 
 SHELL_TORCH_FREE = {"conductor", "protocol", "deploy"}

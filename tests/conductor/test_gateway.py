@@ -420,7 +420,7 @@ async def test_health_is_about_the_process_and_ready_about_the_pools(tokenizer: 
             edge.serve.missing = missing
             async with edge.http.get(edge.url + "/ready") as response:
                 assert response.status == status
-                assert await response.json() == {"ready": not missing, "missing": missing}
+                assert await response.json() == {"ready": not missing, "missing": missing, "degraded": []}
             async with edge.http.get(edge.url + "/health") as response:
                 assert response.status == 200
 
