@@ -110,6 +110,7 @@ def prefill_message(job: Job, choices: list[Choice], placed: Placed, directory: 
         places=lease.places,
         samplings=[choice.sampling for choice in choices],
         copies=lease.copies,
+        wants_tokens=lease.wants_tokens,
     )
 
 

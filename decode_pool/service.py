@@ -299,7 +299,8 @@ class DecodeService:
         stream.names = extend_hashes(stream.root, stream.names, sequence.tokens[: filled * step])
         pages, layers = sequence.pages[first:filled], range(self._engine.layout.layers)
         runs = np.stack([self._engine.runs(layer)[pages] for layer in layers])
-        self._writeback.offer(Filled(message.request, list(stream.names), runs, message.near))
+        tokens = sequence.tokens[first * step : filled * step]
+        self._writeback.offer(Filled(message.request, list(stream.names), runs, tokens, message.near))
 
 
 def _row(plan: Plan, stream: Stream) -> Row:

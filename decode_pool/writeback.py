@@ -7,14 +7,14 @@ are copied out of the engine's pages when the block is full, so the pages' own l
 import asyncio
 import contextlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache_pool.api import Acquire, DirectoryLink, Grant, Mover, Priority, new_lease
 from protocol.errors import DangoError
-from protocol.ids import BlockHash, LeaseId, RequestId, SegmentId
+from protocol.ids import BlockHash, Ids, LeaseId, RequestId, SegmentId, token_ids
 
 BLOCKS_MAX = 64
 """Blocks that wait to be written: a few steps of a full batch, or a long prompt; 23 MB of the default model's.
@@ -30,6 +30,8 @@ class Filled:
     request: RequestId
     chain: list[BlockHash]
     runs: npt.NDArray[np.uint8]
+    tokens: Ids = field(default_factory=token_ids)
+    """Theirs; empty: not known."""
     near: SegmentId | None = None
     """Where to store them if there is room; None: at the instance's home."""
 
@@ -95,7 +97,10 @@ class WriteBack:
             self._mover.know(lease.places)
             blocks = [filled.runs[:, block] for block in range(count)]
             await self._mover.write_blocks(lease.targets, blocks, Priority.WRITE_BACK)
-            await directory.commit(lease.lease, list(range(count)), chain[-count:])
+            told: tuple[Ids, BlockHash | None] | tuple[()] = ()
+            if lease.wants_tokens and filled.tokens:
+                told = filled.tokens, chain[-count - 1] if len(chain) > count else None
+            await directory.commit(lease.lease, list(range(count)), chain[-count:], *told)
         finally:
             await asyncio.shield(self._release(ask.lease, chain[:-count]))
 

@@ -13,8 +13,10 @@ from pathlib import Path
 from kvcache_pool import operate
 from kvcache_pool.announcing import announce, place_of
 from kvcache_pool.config import KVCacheConfig
+from kvcache_pool.events import Events
 from kvcache_pool.geometry import Geometry
 from kvcache_pool.index import Index
+from kvcache_pool.publisher import Publisher
 from kvcache_pool.segment import Segment, reclaim
 from kvcache_pool.service import DirectoryService, SegmentService
 from kvcache_pool.tiers import DiskTier, beside, disk_segment
@@ -85,8 +87,10 @@ async def _serve(
     bytes_service = SegmentService(segment)
     disk_tier = DiskTier(segment, disk) if disk is not None else None
     directory: DirectoryService | None = None
+    publisher: Publisher | None = None
     if config.directory:
-        directory = DirectoryService(_index(config))
+        publisher = _publisher(config, manifest, segment.incarnation)
+        directory = DirectoryService(_index(config, publisher), publisher)
     elsewhere: str | None = None  # the directory's address, where it is not here
 
     async def heard(news: Heard) -> None:
@@ -107,13 +111,18 @@ async def _serve(
         if directory is not None:
             await directory.sweep()
 
+    async def replay(_: str) -> None:
+        if publisher is not None:
+            await publisher.serve()
+
     async def tidy(_: str) -> None:
         await asyncio.sleep(RECLAIM_AFTER_S)
         for path in reclaim():
             log.warning("removed %s, whose owner is dead and has not come back", path)
 
     handlers = bytes_service.handlers() | (directory.handlers() if directory is not None else {})
-    work = Work(handlers, directory.load if directory is not None else Load, heard, (tell, save, sweep, tidy))
+    loops = (tell, save, sweep, replay, tidy)
+    work = Work(handlers, directory.load if directory is not None else Load, heard, loops)
     role = Role(Pool.KVCACHE, config.instance, segment.incarnation, host, manifest, config.directory)
     try:
         await run_instance(transport, role, work, listen=config.listen, conductor=config.conductor)
@@ -121,9 +130,23 @@ async def _serve(
         bytes_service.close()
         if disk_tier is not None:
             disk_tier.close()
+        if publisher is not None:
+            publisher.close()
 
 
-def _index(config: KVCacheConfig) -> Index:
+def _publisher(config: KVCacheConfig, manifest: Manifest, incarnation: Incarnation) -> Publisher | None:
+    """None where nobody shall hear of events. Raises OSError."""
+    if not config.events:
+        return None
+    events = Events(incarnation, manifest.layout.block_tokens, config.events_form)
+    topic = config.events_topic or f"kv@{config.instance}@{manifest.model}"
+    publisher = Publisher(events, topic, config.events, config.events_replay)
+    where = publisher.address, publisher.replay_address or "nowhere"
+    log.info("KV events under %s at %s, again at %s", topic, *where)
+    return publisher
+
+
+def _index(config: KVCacheConfig, publisher: Publisher | None) -> Index:
     return Index(
         config.copies_share,
         generation=time.time_ns(),
@@ -131,6 +154,7 @@ def _index(config: KVCacheConfig) -> Index:
         eviction=config.eviction,
         watermark=config.watermark,
         watermark_step=config.watermark_step,
+        recorder=publisher.events if publisher is not None else None,
     )
 
 

@@ -48,6 +48,18 @@ class KVCacheConfig:
 
     watermark_step: float = 0.05
     """How far below the watermark the use then comes, as a share of the segment."""
+    events: str = ""
+    """Address at which the directory publishes KV events, such as tcp://127.0.0.1:5557; empty: none. They tell
+    prompts' tokens to whoever can connect."""
+
+    events_replay: str = ""
+    """Address at which missed KV events can be had again, such as tcp://127.0.0.1:5558; empty: none."""
+
+    events_topic: str = ""
+    """Topic of the KV events; empty means kv@<instance>@<model>."""
+
+    events_form: Literal["map", "array"] = "map"
+    """How one KV event travels: as vLLM has it since June 2026, or, for older listeners, before."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe log that is written."""
@@ -59,3 +71,5 @@ class KVCacheConfig:
                 raise ValueError(f"{name} must be from 0 to 1, not {getattr(self, name)}")
         if self.watermark_step > self.watermark:
             raise ValueError(f"watermark_step must be at most watermark, not {self.watermark_step}")
+        if self.events_replay and not self.events:
+            raise ValueError("events_replay has nothing to replay: events is empty")

@@ -32,6 +32,7 @@ from kvcache_pool.api import (
 )
 from kvcache_pool.config import KVCacheConfig
 from kvcache_pool.counts import stats_of
+from kvcache_pool.events import Recorder
 from kvcache_pool.leases import QUARANTINE_S, Claim, Leases
 from kvcache_pool.lives import Lives
 from kvcache_pool.replicas import Replicas, in_segment
@@ -60,14 +61,15 @@ class Index:
         eviction: str = KVCacheConfig.eviction,
         watermark: float = KVCacheConfig.watermark,
         watermark_step: float = KVCacheConfig.watermark_step,
+        recorder: Recorder | None = None,
     ) -> None:
         """Shares are from 0 to 1, of each segment. `eviction` is a key of EVICTIONS. A segment that has not
-        announced itself for `silent_s` is given up."""
+        announced itself for `silent_s` is given up. `recorder` hears which names come and go."""
         self._silent_s = silent_s
         self._shares = Shares(copies_share, hard_pins_share, eviction, watermark, watermark_step)
         self._segments: dict[SegmentId, Slots] = {}  # in the order of joining, which breaks ties
         self._joined = 0
-        self._replicas = Replicas()
+        self._replicas = Replicas(recorder or Recorder())
         self._lives = Lives()
         self._leases = Leases()
         self._generation = generation
@@ -211,9 +213,7 @@ class Index:
         return self._evicted - before
 
     def _evict(self, slots: Slots) -> None:
-        victim = Block(slots, slots.idle.take())
-        self._unname(victim)
-        slots.give(victim)
+        self._forget(Block(slots, slots.idle.take()))
         self._evicted += 1
 
     def commit(self, lease: LeaseId, targets: list[int], blocks: list[BlockHash], now: float) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvcache_pool.api import Found, PinKind
+from kvcache_pool.events import CPU, DISK, Recorder
 from kvcache_pool.names import Names, home_of, slot_of
 from kvcache_pool.slots import Block, Slots
 from protocol.ids import BlockHash
@@ -12,7 +13,9 @@ class Replicas:
     """All cached blocks, by name; at most one of a name in a segment. Mutates: join, leave, add, remove, pin,
     unpin."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder) -> None:
+        """`recorder` hears of each name's first replica and last."""
+        self._recorder = recorder
         self._names = Names()
         self._homes: dict[int, Slots] = {}
         self._disks = 0
@@ -41,6 +44,8 @@ class Replicas:
     def add(self, name: BlockHash, block: Block) -> int:
         """It is here too. Returns how many blocks in memory have the name now."""
         count = self._names.add(name, block.where)
+        if count == 1:
+            self._recorder.stored(name, DISK if block.home.on_disk else CPU)
         if not self._disks:
             return count
         replicas = self.of(name)
@@ -58,6 +63,8 @@ class Replicas:
         """It is here no more. Returns where in memory it still is."""
         block.home.due.pop(block.slot, None)
         others = [self._block(place) for place in self._names.remove(name, block.where)]
+        if not others:
+            self._recorder.removed(name)
         return [one for one in others if not one.home.on_disk]
 
     def of(self, name: BlockHash) -> list[Block]:

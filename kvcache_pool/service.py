@@ -7,6 +7,7 @@ time and logging are here; rules are not.
 import asyncio
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -48,6 +49,7 @@ from kvcache_pool.api import (
 )
 from kvcache_pool.index import Index
 from kvcache_pool.pins import PIN_S_MAX
+from kvcache_pool.publisher import Publisher
 from kvcache_pool.segment import Segment
 from kvcache_pool.slots import SLOTS_MAX
 from kvcache_pool.transfer.copiers import Copiers, hops
@@ -79,14 +81,17 @@ RUNS_MAX = 4096
 
 
 class DirectoryService:
-    """Answers for the index. Owns it; `sweep` must run beside the server."""
+    """Answers for the index. Owns it; `sweep` must run beside the server. What a call has changed is published
+    before its answer leaves, so nobody waits for a next call to hear of it."""
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: Index, publisher: Publisher | None = None) -> None:
+        """The index records for the publisher's events, if there is one; both are another's to close."""
         self._index = index
+        self._publisher = publisher
 
     def handlers(self) -> dict[type[Message], Handler]:
         """For `Server`."""
-        return dict(
+        rows = dict(
             [
                 at_once(Lookup, self._lookup),
                 at_once(Exists, self._exists),
@@ -108,6 +113,9 @@ class DirectoryService:
                 at_once(Goodbye, self._goodbye),
             ]
         )
+        if self._publisher is None:
+            return rows
+        return {kind: self._publisher.after(row) for kind, row in rows.items()}
 
     async def sweep(self) -> None:
         """End what is overdue, until cancelled."""
@@ -120,6 +128,8 @@ class DirectoryService:
             for segment in self._index.silent(now):
                 log.warning("segment %s is silent: its blocks are given up", segment)
             self._index.trim()
+            if self._publisher is not None:
+                self._publisher.publish()
 
     def load(self) -> Load:
         """Blocks of the whole pool, which this instance keeps the books of."""
@@ -144,13 +154,16 @@ class DirectoryService:
         if min(message.reuse, message.unnamed, message.copies) < 0:
             raise BadMessage("reuse, unnamed and copies count blocks: they are not negative")
         try:
-            return self._index.acquire(message, _now())
+            lease = self._index.acquire(message, _now())
         except ValueError as error:
             raise BadMessage(str(error)) from error
+        return lease if self._publisher is None else replace(lease, wants_tokens=True)
 
     def _commit(self, message: Commit) -> Done:
-        _require_hashes(message.blocks)
+        _require_hashes(message.blocks if message.parent is None else [*message.blocks, message.parent])
         try:
+            if message.tokens and self._publisher is not None:
+                self._publisher.events.tell(message.blocks, message.tokens, message.parent)
             self._index.commit(message.lease, message.slots, message.blocks, _now())
         except ValueError as error:
             raise BadMessage(str(error)) from error
@@ -178,7 +191,10 @@ class DirectoryService:
         return Done()
 
     def _clear(self, _message: Clear) -> Cleared:
-        return Cleared(self._index.clear())
+        count = self._index.clear()
+        if self._publisher is not None and not self._index.stats().cached:
+            self._publisher.events.cleared()
+        return Cleared(count)
 
     def _pin(self, message: Pin) -> Counted:
         if not 0.0 < message.for_s <= PIN_S_MAX:

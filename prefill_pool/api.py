@@ -52,6 +52,8 @@ class Prefill(Message):
     """One for each choice; they differ by their seeds."""
     copies: list[Copy] = field(default_factory=list)
     """As the lease has them."""
+    wants_tokens: bool = False
+    """As the lease has it."""
 
 
 class Prefilled(Message):

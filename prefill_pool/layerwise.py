@@ -20,6 +20,7 @@ from kvcache_pool.api import Corrupt, DirectoryLink, LeaseLost, Mover, PoolFull,
 from prefill_pool.api import Prefill, PrefixLost, StoreLost
 from prefill_pool.schedule import Chunk, Prompt
 from protocol.errors import DangoError, DeadlineExceeded, PeerLost
+from protocol.ids import BlockHash, Ids
 from protocol.inbox import Inbox
 
 log = logging.getLogger("dango.prefill")
@@ -162,7 +163,11 @@ class Job:
         if store.layer == self._engine.layout.layers - 1:
             full = self._message.blocks[first:end]  # the tail has no name and is not committed
             slots = list(range(first - skip, first - skip + len(full)))
-            await self._directory.get().commit(self._message.lease, slots, full)
+            told: tuple[Ids, BlockHash | None] | tuple[()] = ()
+            if self._message.wants_tokens:
+                tokens = self._message.tokens[first * step : (first + len(full)) * step]
+                told = tokens, self._message.blocks[first - 1] if first else None
+            await self._directory.get().commit(self._message.lease, slots, full, *told)
 
     async def _discard(self, good: int, layer: int) -> None:
         text = f"block {good} of the prefix could not be loaded at layer {layer}"

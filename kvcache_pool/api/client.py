@@ -34,7 +34,7 @@ from kvcache_pool.api.directory import (
     Unpin,
 )
 from protocol.errors import BadMessage, PeerLost
-from protocol.ids import BlockHash, LeaseId, SegmentId
+from protocol.ids import BlockHash, Ids, LeaseId, SegmentId, token_ids
 from protocol.rpc import Client
 from protocol.transport import Transport
 
@@ -62,9 +62,17 @@ class Directory:
         """Lease a prefix and room for the rest. Raises PoolFull."""
         return await self._client.call(ask, Lease, within_s=DIRECTORY_S)
 
-    async def commit(self, lease: LeaseId, slots: list[int], blocks: list[BlockHash]) -> None:
-        """Publish written targets. Raises LeaseLost."""
-        await self._client.call(Commit(lease, slots, blocks), Done, within_s=DIRECTORY_S)
+    async def commit(
+        self,
+        lease: LeaseId,
+        slots: list[int],
+        blocks: list[BlockHash],
+        tokens: Ids | None = None,
+        parent: BlockHash | None = None,
+    ) -> None:
+        """Publish written targets, and tell their tokens if they are wanted. Raises LeaseLost."""
+        message = Commit(lease, slots, blocks, tokens or token_ids(), parent)
+        await self._client.call(message, Done, within_s=DIRECTORY_S)
 
     async def renew(self, lease: LeaseId) -> None:
         """Extend a lease by LEASE_S from now. Raises LeaseLost."""

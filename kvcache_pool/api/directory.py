@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvcache_pool.api.deadlines import LEASE_S
 from protocol.blocks import BlockLayout
-from protocol.ids import BlockHash, Incarnation, LeaseId, SegmentId
+from protocol.ids import BlockHash, Ids, Incarnation, LeaseId, SegmentId, token_ids
 from protocol.message import Message
 
 
@@ -175,6 +175,8 @@ class Lease(Message):
     """Of every segment that a grant names."""
     copies: list[Copy] = field(default_factory=list)
     """What was granted of the copies that were asked for, in the order of the prompt."""
+    wants_tokens: bool = False
+    """Whoever commits should tell the tokens: somebody listens to the directory's events."""
 
 
 class Commit(Message):
@@ -186,6 +188,11 @@ class Commit(Message):
     lease: LeaseId
     slots: list[int]
     blocks: list[BlockHash]
+    tokens: Ids = field(default_factory=token_ids)
+    """Of the blocks, which are then in a row, one after the other. Empty: the committer does not know, or was not
+    asked (`Lease.wants_tokens`). They are for the directory's events only."""
+    parent: BlockHash | None = None
+    """The name before the first of the blocks; None where there is none, and where there are no tokens."""
 
 
 class Renew(Message):

@@ -11,7 +11,7 @@ import numpy as np
 from decode_pool.writeback import BLOCKS_MAX, Filled, WriteBack
 from kvcache_pool.api import Acquire, Directory, DirectoryLink, Grant, Lease, new_lease
 from protocol.errors import PeerLost
-from protocol.ids import BlockHash, LeaseId, RequestId, SegmentId
+from protocol.ids import BlockHash, Ids, LeaseId, RequestId, SegmentId, token_ids
 from tests.fakes import MemoryMover
 from tests.kvcache_pool.builders import LAYOUT, a_pool, an_ask, names
 
@@ -55,6 +55,41 @@ async def test_a_chain_grows_in_the_pool_and_its_prefix_outlives_its_end(tmp_pat
             lease = await pool.directory.acquire(an_ask([], unnamed=room))
             assert (await pool.directory.lookup(names(1, 2, 3, 4))).reach == reach
             await pool.directory.release(lease.lease)
+
+
+class Asked(Directory):
+    """Grants all, and remembers what it is told."""
+
+    def __init__(self, wants_tokens: bool) -> None:
+        self.wants_tokens = wants_tokens
+        self.told: list[tuple[list[int], BlockHash | None]] = []
+
+    async def acquire(self, ask: Acquire) -> Lease:
+        targets = [Grant(SegmentId("kv"), slot, 1) for slot in range(ask.unnamed)]
+        return Lease(ask.lease, [], targets, [], wants_tokens=self.wants_tokens)
+
+    async def commit(
+        self,
+        lease: LeaseId,
+        slots: list[int],
+        blocks: list[BlockHash],
+        tokens: Ids | None = None,
+        parent: BlockHash | None = None,
+    ) -> None:
+        self.told.append(([*(tokens or ())], parent))
+
+    async def release(self, lease: LeaseId, prefix: Sequence[BlockHash] = ()) -> None:
+        pass
+
+
+async def test_tokens_are_told_where_they_are_wanted_and_known():
+    tokens = token_ids(range(LAYOUT.block_tokens))
+    first, later = replace(a_block(1), tokens=tokens), replace(a_block(1, 2), tokens=tokens)
+    for wanted in (True, False):
+        directory = Asked(wanted)
+        await written(WriteBack(MemoryMover(), Link(directory)), first, later, a_block(1, 2, 3))
+        known = [([*tokens], None), ([*tokens], names(1)[0])] if wanted else [([], None), ([], None)]
+        assert directory.told == [*known, ([], None)]
 
 
 async def test_what_is_there_already_is_not_kept_twice(tmp_path: Path):

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvcache_pool.announcing import announce, place_of
 from kvcache_pool.api import Acquire, Announce, Announced, Directory, Lease, Place, new_lease
+from kvcache_pool.events import Recorder
 from kvcache_pool.geometry import Geometry
 from kvcache_pool.index import Index
 from kvcache_pool.segment import SHM, Bytes, Segment
@@ -42,6 +43,7 @@ def an_index(
     eviction: str = "lru",
     watermark: float = 1.0,
     watermark_step: float = 0.05,
+    recorder: Recorder | None = None,
     **slots: int,
 ) -> Index:
     """With these segments."""
@@ -51,6 +53,7 @@ def an_index(
         eviction=eviction,
         watermark=watermark,
         watermark_step=watermark_step,
+        recorder=recorder,
     )
     for segment, count in (slots or {"kv": 4}).items():
         index.announce(a_place(segment, count), 0, 0.0)

@@ -14,7 +14,7 @@ from prefill_pool.config import PrefillConfig
 from prefill_pool.service import PrefillService
 from protocol.blocks import block_hashes
 from protocol.errors import BadMessage, PeerLost
-from protocol.ids import BlockHash, LeaseId, RequestId, SegmentId, token_ids
+from protocol.ids import BlockHash, Ids, LeaseId, RequestId, SegmentId, token_ids
 from protocol.rpc import Ask
 from tests.fakes import LAYOUT, MANIFEST, FakeEngine, MemoryMover, foretell
 
@@ -30,9 +30,19 @@ class NoDirectory(Directory):
         self.slots: list[int] = []
         """What was committed, as the lease counts it."""
         self.discarded: list[Grant] = []
+        self.told: list[tuple[list[int], BlockHash | None]] = []
+        """The tokens of each commit, and the name before its blocks."""
 
-    async def commit(self, lease: LeaseId, slots: list[int], blocks: list[BlockHash]) -> None:
+    async def commit(
+        self,
+        lease: LeaseId,
+        slots: list[int],
+        blocks: list[BlockHash],
+        tokens: Ids | None = None,
+        parent: BlockHash | None = None,
+    ) -> None:
         assert len(slots) == len(blocks)
+        self.told.append(([*(tokens or ())], parent))
         self.slots += slots
         self.committed += blocks
 
@@ -100,6 +110,16 @@ def a_prefill(prompt: list[int], reuse: int = 0, name: str = "r", choices: int =
         [],
         [Sampling(seed=seed) for seed in range(choices)],
     )
+
+
+async def test_tokens_are_told_with_each_commit_where_they_are_wanted_and_nowhere_else():
+    blocks = block_hashes(MANIFEST.root(), PROMPT)
+    async with a_bench() as bench:
+        await bench.prefill(replace(a_prefill(PROMPT), wants_tokens=True))
+        assert bench.directory.told == [(PROMPT[:8], None), (PROMPT[8:16], blocks[1]), (PROMPT[16:20], blocks[3])]
+        bench.directory.told.clear()
+        await bench.prefill(a_prefill(PROMPT, reuse=2))
+        assert {*map(str, bench.directory.told)} == {"([], None)"}
 
 
 async def test_cold_then_warm_give_the_same_token_and_warm_computes_only_the_rest():
