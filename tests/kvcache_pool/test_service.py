@@ -253,6 +253,7 @@ async def test_the_process_serves_and_leaves_nothing_behind() -> None:
     server = Server(transport.bind("tcp://127.0.0.1:0"), dict(rows))
     serving = asyncio.create_task(server.serve())
     arguments = ["--conductor", server.address, "--size-bytes", "1MiB", "--instance", "kv-under-test"]
+    arguments += ["--events", "tcp://127.0.0.1:0", "--events-replay", "tcp://127.0.0.1:0"]
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "kvcache_pool", *arguments)
     try:
         async with asyncio.timeout(20.0):
@@ -263,6 +264,7 @@ async def test_the_process_serves_and_leaves_nothing_behind() -> None:
                 while not (await directory.stats()).total:  # noqa: ASYNC110 - only the process can tell
                     await asyncio.sleep(0.05)
                 lease = await directory.acquire(an_ask(names(1)))
+                assert lease.wants_tokens  # it publishes
                 assert lease.places[0].shm in map(str, SHM.glob("*kv-under-test*"))
             process.terminate()
             assert await process.wait() == 0
