@@ -30,6 +30,7 @@ from kvcache_pool.api import (
     Directory,
     Grant,
     Lease,
+    Note,
     PinKind,
     PoolFull,
     Priority,
@@ -270,6 +271,14 @@ class KVCachePool:
         """Counts of blocks of each segment."""
         async with self._guide.directory() as directory:
             return await directory.segments()
+
+    async def catalogue(self, segment: SegmentId) -> list[Note]:
+        """What the directory believes that a segment holds: each block's slot, generation and name."""
+        notes: list[Note] = []
+        async with self._guide.directory() as directory:
+            while part := (await directory.catalogue(segment, notes[-1].slot if notes else -1)).notes:
+                notes += part
+        return notes
 
     # -- keeping and forgetting ---------------------------------------------------------------------
 

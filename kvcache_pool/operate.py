@@ -11,11 +11,14 @@ import re
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvcache_pool.check import Checked, check_file, check_segment, found_files
 from kvcache_pool.client import KVCachePool
 from kvcache_pool.config import KVCacheConfig
+from kvcache_pool.segment import SHM
 from protocol.errors import DangoError
 from protocol.settings import SettingsError, load_section
 
@@ -33,6 +36,8 @@ class Answer(NamedTuple):
     """For machines."""
     lines: list[str]
     """For people."""
+    wrong: bool = False
+    """Whether something is not as it should be; the command then fails."""
 
 
 Verb = Callable[[KVCachePool, argparse.Namespace], Awaitable[Answer]]
@@ -84,6 +89,16 @@ async def remove(pool: KVCachePool, asked: argparse.Namespace) -> Answer:
     return _counted(await pool.remove(_tokens(asked)), "forgotten")
 
 
+async def check(pool: KVCachePool, asked: argparse.Namespace) -> Answer:
+    """Verify the index against the segments of this host, and every checksum."""
+    files = found_files([SHM, *asked.folders])
+    checked = [
+        await check_segment(one.segment, one.incarnation, files, partial(pool.catalogue, one.segment))
+        for one in await pool.segments()
+    ]
+    return _checked(checked)
+
+
 VERBS: Mapping[str, Verb] = {
     "stats": stats,
     "lookup": lookup,
@@ -91,6 +106,7 @@ VERBS: Mapping[str, Verb] = {
     "pin": pin,
     "unpin": unpin,
     "remove": remove,
+    "check": check,
 }
 ABOUT_TOKENS = frozenset(("lookup", "pin", "unpin", "remove"))
 
@@ -106,13 +122,18 @@ def main(argv: Sequence[str]) -> int:
     except SettingsError as error:
         parser.exit(2, f"dango kvcache: {error}\n")
     try:
-        answer = asyncio.run(_run(config.conductor, asked))
+        offline = asked.verb == "check" and asked.offline
+        answer = _offline(asked) if offline else asyncio.run(_run(config.conductor, asked))
     except (DangoError, OSError, ValueError) as error:
         sys.stderr.write(f"dango kvcache {asked.verb}: {error}\n")
         return 1
     text = json.dumps(answer.fields) if asked.json else "\n".join(answer.lines)
     sys.stdout.write(f"{text}\n")
-    return 0
+    return int(answer.wrong)
+
+
+def _offline(asked: argparse.Namespace) -> Answer:
+    return _checked([check_file(path) for path in found_files([SHM, *asked.folders])])
 
 
 async def _run(conductor: str, asked: argparse.Namespace) -> Answer:
@@ -142,6 +163,13 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         parser.add_argument("tokens", nargs="+", metavar="TOKEN", help="token ids of the prompt; - reads them")
         parser.add_argument("--salt", default="", help="cache_salt of the prompt (default: none)")
         parser.add_argument("--tenant", default="", help="tenant of the prompt (default: none)")
+    if name == "check":
+        offline = "no pool runs: check what the files themselves say (default: what the directory says)"
+        parser.add_argument("--offline", action="store_true", help=offline)
+        where = f"folder of a disk tier, besides {SHM}; may be given several times"
+        parser.add_argument(
+            "--folder", dest="folders", metavar="PATH", type=Path, action="append", default=[], help=where
+        )
     if name == "pin":
         seconds = f"for so many seconds (default: {PIN_S:g})"
         parser.add_argument("--for-s", type=float, default=PIN_S, metavar="X", help=seconds)
@@ -160,6 +188,24 @@ def _tokens(asked: argparse.Namespace) -> list[int]:
     if wrong is not None:
         raise ValueError(f"a token is a whole number, not {wrong[:80]!r}")
     return [int(word) for word in words]
+
+
+def _checked(checked: Sequence[Checked]) -> Answer:
+    lines, faults = [], 0
+    for one in checked:
+        lines.append(f"{one.segment}: {one.reason or f'{one.blocks} blocks, {len(one.faults)} of them wrong'}")
+        lines += [f"  block {fault.name.hex()} in slot {fault.slot}: {fault.reason}" for fault in one.faults]
+        faults += len(one.faults)
+    told = [
+        {
+            "segment": one.segment,
+            "blocks": one.blocks,
+            "reason": one.reason,
+            "faults": [{**asdict(fault), "name": fault.name.hex()} for fault in one.faults],
+        }
+        for one in checked
+    ]
+    return Answer({"segments": told, "faults": faults}, lines, wrong=faults > 0 or not checked)
 
 
 def _counted(blocks: int, done: str) -> Answer:

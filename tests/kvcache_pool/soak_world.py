@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from kvcache_pool.announcing import announce, place_of
 from kvcache_pool.api import DirectoryLink, Stats
 from kvcache_pool.index import Index
 from kvcache_pool.segment import SHM, Geometry, Segment
-from kvcache_pool.service import DirectoryService, SegmentService, announce, place_of
+from kvcache_pool.service import DirectoryService, SegmentService
 from kvcache_pool.transfer.mover import PoolMover, Reach
 from protocol.ids import SegmentId
 from protocol.instance import new_incarnation

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcache_pool.api import Note
 from kvcache_pool.client import KVCachePool
 from kvcache_pool.operate import VERBS
 from tests.kvcache_pool.builders import LAYOUT, Pool, a_pool, random_runs
@@ -97,7 +98,7 @@ async def test_pins_removal_and_clearing_say_how_many_blocks(dango: Operator, po
 
 @pytest.mark.parametrize("verb", VERBS)
 async def test_a_pool_that_is_not_there_is_one_sentence_and_a_failure(verb: str) -> None:
-    tokens = ["1"] if verb not in ("stats", "clear") else []
+    tokens = ["1"] if verb not in ("stats", "clear", "check") else []
     code, out, err = await Operator("tcp://127.0.0.1:2")(verb, *tokens, "--conductor", "tcp://127.0.0.1:1")
     assert (code, out) == (1, "")
     assert err == f"dango kvcache {verb}: nobody listens at tcp://127.0.0.1:1\n"
@@ -145,3 +146,39 @@ async def test_each_verb_explains_itself(verb: str) -> None:
     assert f"usage: dango kvcache {verb}" in out
     assert "--conductor" in out
     assert "default:" in out
+
+
+async def test_check_finds_nothing_wrong_in_a_sound_pool(dango: Operator, tmp_path: Path) -> None:
+    code, out, _ = await dango("check", "--folder", str(tmp_path))
+    assert (code, out) == (0, "kv-0: 2 blocks, 0 of them wrong\n")
+
+
+async def test_check_names_each_wrong_block_and_fails(dango: Operator, pool: Pool, tmp_path: Path) -> None:
+    name, _, grant = next(pool.index.named())
+    pool.segments[0].memory.runs[grant.slot, 1, 0] ^= 1
+    code, out, _ = await dango("check", "--folder", str(tmp_path), "--json")
+    told = json.loads(out)
+    assert (code, told["faults"]) == (1, 1)
+    fault = told["segments"][0]["faults"][0]
+    assert (fault["name"], fault["slot"]) == (name.hex(), grant.slot)
+    assert "does not have its checksum" in fault["reason"]
+
+
+async def test_check_says_which_segment_it_cannot_see(dango: Operator) -> None:
+    code, out, _ = await dango("check")
+    assert code == 0
+    assert out == "kv-0: its file is not here: check it on its own host, as its user\n"
+
+
+async def test_check_of_the_files_alone_needs_no_pool(dango: Operator, pool: Pool, tmp_path: Path) -> None:
+    notes = [Note(grant.slot, grant.generation, name) for name, _, grant in pool.index.named()]
+    for note in notes:
+        pool.segments[0].note(note)
+    nowhere = {"DANGO_KVCACHE_CONDUCTOR": f"ipc://{tmp_path}/nobody"}
+    code, out, _ = await dango("check", "--offline", "--folder", str(tmp_path), **nowhere)
+    assert code == 0
+    assert "kv-0: 2 blocks, 0 of them wrong\n" in out
+    pool.segments[0].memory.runs[notes[0].slot, 2, 9] ^= 4
+    code, out, _ = await dango("check", "--offline", "--folder", str(tmp_path), **nowhere)
+    assert code == 1
+    assert f"  block {notes[0].name.hex()} in slot {notes[0].slot}" in out
