@@ -10,9 +10,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import decision, estimates, index, load, mixed, overlap, reuse, start, tax, truth
+from bench import decision, estimates, index, load, mixed, overlap, reuse, start, store, tax, truth
 from bench.client import StreamFailed
 from bench.machine import machine_facts, watched
+from bench.pool import PoolFailed
 from bench.report import Row, facts, table
 from bench.service import NotStarted
 from bench.setup import Setup, default_threads
@@ -41,7 +42,7 @@ Figures mean something only on a machine that does nothing else: the report says
 QUIET_THREADS = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
 """As `dango serve` starts its instances: the engine alone must wait in the same way. Read when torch is loaded."""
 
-FAULTS = (NotStarted, StreamFailed, SettingsError, FetchError, UnsupportedModel)
+FAULTS = (NotStarted, PoolFailed, StreamFailed, SettingsError, FetchError, UnsupportedModel)
 """What one sentence tells a person."""
 
 Measure = Callable[[], Awaitable[list[Row]]]
@@ -88,6 +89,7 @@ ABOUTS = {
     "load": load.ABOUT,
     "mixed": mixed.ABOUT,
     "truth": truth.ABOUT,
+    "store": store.ABOUT,
 }
 
 
@@ -111,6 +113,7 @@ def _benchmarks(setup: Setup, arguments: argparse.Namespace) -> Mapping[str, Mea
         "load": lambda: load.run(setup, wanted, arguments.url),
         "mixed": lambda: mixed.run(setup),
         "truth": lambda: truth.run(setup, truth.Choices(arguments.span, arguments.record)),
+        "store": lambda: store.run(setup.runs, arguments.peers == "all"),
     }
 
 
@@ -152,6 +155,8 @@ def _parser() -> argparse.ArgumentParser:
     group, choices = parser.add_argument_group("for truth"), truth.Choices()
     group.add_argument("--span", type=float, default=choices.span_s, help="seconds of each part (%(default)s)")
     group.add_argument("--record", type=Path, metavar="FILE", help="write what `dango sim truth --live` reads")
+    group = parser.add_argument_group("for store")
+    group.add_argument("--peers", choices=("all", "none"), default="all", help="other stores (%(default)s)")
     return parser
 
 

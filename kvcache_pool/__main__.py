@@ -84,8 +84,8 @@ async def _serve(
     transport: Transport, config: KVCacheConfig, manifest: Manifest, segment: Segment, disk: Segment | None
 ) -> None:
     host = config.host or socket.gethostname()
-    bytes_service = SegmentService(segment)
-    disk_tier = DiskTier(segment, disk) if disk is not None else None
+    bytes_service = SegmentService(segment, config.listen)
+    disk_tier = DiskTier(segment, disk, config.listen) if disk is not None else None
     directory: DirectoryService | None = None
     publisher: Publisher | None = None
     if config.directory:

@@ -19,7 +19,6 @@ import socket
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 
@@ -27,8 +26,8 @@ from kvcache_pool.api import (
     LEASE_S,
     TRANSFER_S_MAX,
     Acquire,
+    Blocks,
     Directory,
-    Grant,
     Lease,
     Note,
     PinKind,
@@ -200,7 +199,7 @@ class KVCachePool:
         async with self._guide.directory() as directory, self._prefix(directory, self.names(chain)) as lease:
             count = len(lease.of.sources) if lease is not None else 0
             out = np.empty((count, self.layout.layers, self.layout.run_bytes), np.uint8)
-            good = await self._load(directory, lease, list(out)) if lease is not None else 0
+            good = await self._load(directory, lease, out) if lease is not None else 0
         return out[:good]
 
     async def get_into(self, chain: Chain, out: object) -> int:
@@ -211,7 +210,7 @@ class KVCachePool:
         async with self._guide.directory() as directory, self._prefix(directory, names) as lease:
             return await self._load(directory, lease, rows) if lease is not None else 0
 
-    async def _load(self, directory: Directory, lease: "Held", rows: list[Bytes]) -> int:
+    async def _load(self, directory: Directory, lease: "Held", rows: Blocks) -> int:
         """Read all sources of a lease; returns how many leading ones are good.
 
         A bad block is made forgotten, so that it can be put again; but not in a segment of which nothing could be
@@ -220,7 +219,7 @@ class KVCachePool:
         grants, done = lease.of.sources, 0
         for batch in self._batches(len(grants)):
             await lease.last()
-            good = await self._read(grants[batch], rows[batch])
+            good = await self._mover.read_blocks(grants[batch], rows[batch], Priority.LOAD)
             self._reached.update(grant.segment for grant in grants[batch][:good])
             done += good
             if good < len(grants[batch]):
@@ -228,14 +227,6 @@ class KVCachePool:
                     await directory.discard([grants[done]])
                 break
         return done
-
-    async def _read(self, grants: list[Grant], rows: list[Bytes]) -> int:
-        """Whole blocks, layer by layer; returns how many leading ones are good in every layer."""
-        good = len(grants)
-        for layer in range(self.layout.layers):
-            runs = cast(Bytes, [row[layer] for row in rows[:good]])  # a mover asks for rows only
-            good = await self._mover.read(layer, grants[:good], runs, range(good), Priority.LOAD)
-        return good
 
     def _batches(self, count: int) -> list[slice]:
         step = max(1, BATCH_BYTES // self.layout.block_bytes)

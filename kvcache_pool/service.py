@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -34,6 +35,7 @@ from kvcache_pool.api import (
     Goodbye,
     Lease,
     Lookup,
+    OpenStream,
     Pin,
     Priority,
     ReadLayer,
@@ -52,7 +54,10 @@ from kvcache_pool.pins import PIN_S_MAX
 from kvcache_pool.publisher import Publisher
 from kvcache_pool.segment import Segment
 from kvcache_pool.slots import SLOTS_MAX
+from kvcache_pool.streams import Streams
 from kvcache_pool.transfer.copiers import Copiers, hops
+from kvcache_pool.transfer.stream import stream_host
+from kvcache_pool.transfer.wire import GENERATIONS_MAX
 from protocol.call import Answer
 from protocol.errors import BadMessage
 from protocol.ids import BLOCK_HASH_BYTES
@@ -71,10 +76,6 @@ LEASE_S_MAX = 600.0
 
 NAME_CHARS_MAX = 256
 """Of a lease, an owner, a segment or an incarnation. The directory keeps them."""
-
-GENERATIONS_MAX = 1 << 62
-"""What no directory reaches before the year 2116. A segment refuses a wild one: it would go into its table, from
-there into the next directory's count, and no lower one would ever be accepted again."""
 
 RUNS_MAX = 4096
 """Of one message between a reader or writer and a segment; far more than its bound on bytes allows."""
@@ -254,14 +255,22 @@ class DirectoryService:
 class SegmentService:
     """Answers for one segment's bytes. Owns copying threads until `close`; the segment is another's."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: Segment, address: str = "") -> None:
+        """Streams are taken at the host of `address`; at this one for others of this host, if it is empty."""
         self._memory = segment.memory
+        self.streams = Streams(segment.memory, stream_host(address))
         self._layout = segment.memory.geometry.layout
         self._copiers = Copiers()
 
     def handlers(self) -> dict[type[Message], Handler]:
         """For `Server`."""
-        return dict([handler(ReadLayer, self._read), handler(WriteLayer, self._write)])
+        return dict(
+            [
+                handler(ReadLayer, self._read),
+                handler(WriteLayer, self._write),
+                at_once(OpenStream, self.streams.tell),
+            ]
+        )
 
     async def _read(self, message: ReadLayer, _: Ask) -> Answer:
         """Send runs from where they lie; the reader verifies what arrives."""
@@ -284,7 +293,7 @@ class SegmentService:
         if any(buffer.nbytes != self._layout.run_bytes for buffer in ask.buffers):
             raise BadMessage(f"a run has {self._layout.run_bytes} bytes")
         for hop in hops(len(message.slots), self._layout.run_bytes):
-            await self._copiers.run(Priority.STORE, self._put, message, ask.buffers, hop)
+            await self._copiers.run(Priority.STORE, partial(self._put, message, ask.buffers, hop))
         return Done()
 
     def _put(self, message: WriteLayer, buffers: Sequence[memoryview], hop: slice) -> None:
@@ -302,7 +311,8 @@ class SegmentService:
             raise BadMessage(f"a generation is not negative and below {GENERATIONS_MAX}")
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and the streams."""
+        self.streams.close()
         self._copiers.close()
 
 

@@ -14,6 +14,7 @@ nothing in their order of eviction: one that is evicted under the copy has anoth
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -63,11 +64,12 @@ class DiskTier:
     """One disk segment and its part in the pool: it is announced, filled, and read by others at its own address.
     Owns threads until `close`; the segments are another's."""
 
-    def __init__(self, memory: Segment, disk: Segment) -> None:
+    def __init__(self, memory: Segment, disk: Segment, address: str) -> None:
+        """Streams are taken at the host of `address`."""
         self._disk = disk
         self._copiers = Copiers()
         self._carriers = (Carrier(memory, disk, self._copiers), Carrier(disk, memory, self._copiers))
-        self._service = SegmentService(disk)
+        self._service = SegmentService(disk, address)
 
     async def run(self, transport: Transport, host: str, listen: str, directory: Callable[[], str | None]) -> None:
         """Until cancelled. Raises OSError when it cannot listen."""
@@ -128,8 +130,9 @@ class Carrier:
     async def _carry(self, directory: Directory, due: Due, lease: Lease) -> int:
         good: list[int] = []
         for hop in hops(len(lease.targets), self._target.memory.geometry.layout.block_bytes):
-            copying = self._copiers.run(Priority.WRITE_BACK, self._copy, due.grants[hop], lease.targets[hop])
-            good += [hop.start + position for position in await copying]
+            copying = partial(self._copy, due.grants[hop], lease.targets[hop])
+            done = await self._copiers.run(Priority.WRITE_BACK, copying)
+            good += [hop.start + position for position in done]
         await directory.commit(lease.lease, good, [due.blocks[position] for position in good])
         here = {n for n, grant in enumerate(lease.targets) if grant.segment == self._target.segment}
         missed = here - set(good)

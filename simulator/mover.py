@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_pool.api import Grant, Note, Place, Priority, Stale
+from kvcache_pool.api import Blocks, Grant, Note, Place, Priority, Stale
 from protocol.errors import PeerLost
 from protocol.ids import Incarnation, SegmentId
 
@@ -165,12 +165,20 @@ class SimMover:
         """See Mover."""
         await self._put(grants, {layer: _numbers(source)[list(pages)].tolist()})
 
-    async def write_blocks(
-        self, grants: Sequence[Grant], blocks: Sequence[npt.NDArray[np.uint8]], priority: Priority
-    ) -> None:
+    async def write_blocks(self, grants: Sequence[Grant], blocks: Blocks, priority: Priority) -> None:
         """See Mover."""
         layers = enumerate(zip(*blocks, strict=True))
         await self._put(grants, {layer: _numbers(np.stack(runs)).tolist() for layer, runs in layers})
+
+    async def read_blocks(self, grants: Sequence[Grant], blocks: Blocks, priority: Priority) -> int:
+        """See Mover."""
+        good = len(grants)
+        for layer in range(len(blocks[0]) if grants else 0):
+            out = np.stack([block[layer] for block in blocks])
+            good = min(good, await self.read(layer, grants, out, range(len(grants)), priority))
+            for block, run in zip(blocks, out, strict=True):
+                block[layer] = run
+        return good
 
     async def _put(self, grants: Sequence[Grant], layers: Mapping[int, list[int]]) -> None:
         """Write, in each of these layers, a fingerprint for each grant."""

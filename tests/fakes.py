@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from engine.api import Draw, Row, Sampled
 from engine.ending import end_of
-from kvcache_pool.api import Grant, Place, Priority
+from kvcache_pool.api import Blocks, Grant, Place, Priority
 from protocol.blocks import BlockLayout
 from protocol.cluster import Manifest
 from protocol.ids import SegmentId
@@ -174,11 +174,18 @@ class MemoryMover:
             self.runs[grant.segment, grant.slot, grant.generation, layer] = source[page].tobytes()
             self.writes += 1
 
-    async def write_blocks(
-        self, grants: Sequence[Grant], blocks: Sequence[npt.NDArray[np.uint8]], priority: Priority
-    ) -> None:
+    async def write_blocks(self, grants: Sequence[Grant], blocks: Blocks, priority: Priority) -> None:
         for layer, rows in enumerate(zip(*blocks, strict=True)):
             await self.write(layer, grants, np.stack(rows), range(len(grants)), priority)
+
+    async def read_blocks(self, grants: Sequence[Grant], blocks: Blocks, priority: Priority) -> int:
+        good = len(grants)
+        for layer, rows in enumerate(zip(*blocks, strict=True)):
+            out = np.stack(rows)
+            good = min(good, await self.read(layer, grants, out, range(len(out)), priority))
+            for row, run in zip(rows, out, strict=True):
+                row[:] = run
+        return good
 
     async def aclose(self) -> None:
         pass

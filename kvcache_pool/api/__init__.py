@@ -55,17 +55,17 @@ from kvcache_pool.api.directory import (
     new_lease,
 )
 from kvcache_pool.api.errors import Corrupt, LeaseLost, PoolFull, Stale
-from kvcache_pool.api.mover import Mover, Priority
-from kvcache_pool.api.segment import ReadLayer, Runs, WriteLayer
+from kvcache_pool.api.mover import Blocks, Mover, Priority
+from kvcache_pool.api.segment import OpenStream, ReadLayer, Runs, StreamPort, WriteLayer
 
 # fmt: off
 __all__ = [
     "ANNOUNCE_EVERY_S", "DIRECTORY_S", "LEASE_S", "NOTES_MAX", "TRANSFER_S_MAX", "Acquire",
-    "Announce", "Announced", "Catalogue", "Clear", "Cleared", "Commit", "Copy", "Corrupt",
+    "Announce", "Announced", "Blocks", "Catalogue", "Clear", "Cleared", "Commit", "Copy", "Corrupt",
     "Counted", "Directory", "DirectoryLink", "Discard", "Done", "Due", "Existing", "Exists",
     "Found", "GetCatalogue", "GetDue", "GetSegments", "GetStats", "Goodbye", "Grant", "Lease",
-    "LeaseLost", "Lookup", "Mover", "Note", "Pin", "PinKind", "Place", "PoolFull", "Priority",
-    "ReadLayer", "Release", "Remove", "Renew", "Runs", "SegmentStats", "Segments", "Stale", "Stats",
-    "Tier", "Unpin", "WriteLayer", "new_lease",
+    "LeaseLost", "Lookup", "Mover", "Note", "OpenStream", "Pin", "PinKind", "Place", "PoolFull",
+    "Priority", "ReadLayer", "Release", "Remove", "Renew", "Runs", "SegmentStats", "Segments",
+    "Stale", "Stats", "StreamPort", "Tier", "Unpin", "WriteLayer", "new_lease",
 ]
 # fmt: on

@@ -9,6 +9,9 @@ import numpy.typing as npt
 
 from kvcache_pool.api.directory import Grant, Place
 
+Blocks = npt.NDArray[np.uint8] | Sequence[npt.NDArray[np.uint8]]
+"""Whole blocks: one array [blocks, layers, run_bytes], or arrays [layers, run_bytes] that lie anywhere."""
+
 
 class Priority(Enum):
     """Which transfer goes first when several wait: what a request waits for, before what only warms the cache."""
@@ -23,6 +26,7 @@ class Mover(Protocol):
 
     `out` and `source` are one layer of an engine's pages as bytes, shape [pages, run_bytes]; the run of
     `grants[i]` belongs to row `pages[i]`. At most one copy in and one copy out on one host.
+    Memory that was handed in is not touched any more once a call has returned or raised, cancelled ones too.
     """
 
     def know(self, places: Sequence[Place]) -> None:
@@ -56,11 +60,13 @@ class Mover(Protocol):
         DeadlineExceeded."""
         ...
 
-    async def write_blocks(
-        self, grants: Sequence[Grant], blocks: Sequence[npt.NDArray[np.uint8]], priority: Priority
-    ) -> None:
-        """As `write`, for blocks that are complete in all layers, each [layers, run_bytes]: one visit to a copying
-        thread, where a write for each layer costs the event loop one each."""
+    async def write_blocks(self, grants: Sequence[Grant], blocks: Blocks, priority: Priority) -> None:
+        """As `write`, for blocks that are complete in all layers, each [layers, run_bytes]: one transfer, where a
+        write for each layer would be one each. Fastest from one array [blocks, layers, run_bytes]."""
+        ...
+
+    async def read_blocks(self, grants: Sequence[Grant], blocks: Blocks, priority: Priority) -> int:
+        """As `read`, of whole blocks, into arrays as for `write_blocks`: how many leading blocks are good."""
         ...
 
     async def aclose(self) -> None:

@@ -30,3 +30,15 @@ class WriteLayer(Message):
     generations: list[int]
     checksums: list[int]
     """By the writer: a page that was reused while its frame was under way is found out."""
+
+
+class OpenStream(Message):
+    """Where does the segment take streams of KV? Answered by StreamPort; or an error where it takes none."""
+
+
+class StreamPort(Message):
+    """A port of the host that the service is at, for connections as `kvcache_pool/transfer/wire.py` says."""
+
+    port: int
+    token: bytes
+    """To be shown there: who reaches the service may use the port, and nobody else."""

@@ -1,24 +1,31 @@
-"""The threads that copy, and the order in which they are had. The event loop never copies KV itself."""
+"""The threads that copy, and the order in which they are had. Long copies never run in the event loop."""
 
 import asyncio
 import heapq
 import itertools
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from kvcache_pool.api import Priority
 
 COPY_THREADS = 2
-"""One keeps up with memory; the second lets a load begin while a store's hop is being copied."""
+"""One keeps up with memory if it need not hash; both together do with hashing, and one lets a load begin while a
+store's hop is being copied."""
 
-HOP_BYTES = 4 << 20
-"""Copied in one go, about a millisecond: how long a more urgent transfer waits, or a cancelled one goes on."""
+HOP_BYTES = 2 << 20
+"""Copied in one go, in well under a millisecond: how long what is more urgent waits, what is cancelled goes on."""
+
+HOP_RUNS = 512
+"""Of one hop at most: tiny runs cost by their number, and one system call takes 1,024 buffers."""
+
+INLINE_BYTES = 5 << 18
+"""What is no longer is copied where it stands, in the event loop: to wake a thread and be woken takes 0.1 ms, and
+the copy as long."""
 
 ORDER = {Priority.LOAD: 0, Priority.STORE: 1, Priority.WRITE_BACK: 2}
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -65,37 +72,88 @@ class Turns:
 
 
 class Copiers:
-    """A few threads. Owns them until `close`."""
+    """A few threads. Owns them until `close`.
+
+    The line is as long as the callers' hops are many. A thread that is free takes the most urgent hop at once,
+    without waiting for the event loop.
+    """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(COPY_THREADS, "dango-copy")
-        self._turns = Turns(COPY_THREADS)
+        self._numbers = itertools.count()
+        self._line: list[tuple[int, int, Future[Any], Callable[[], Any]]] = []
 
-    async def run(self, priority: Priority, copy: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-        """Run one hop in a thread. Cancelled, it still waits for the thread: what it touches is the caller's."""
-        async with self._turns.turn(priority):
-            loop = asyncio.get_running_loop()
-            return await _to_the_end(loop.run_in_executor(self._threads, lambda: copy(*args, **named)))
+    async def run(self, priority: Priority, copy: Callable[[], T], stop: Callable[[], None] | None = None) -> T:
+        """Run one hop in a thread. Cancelled, it still waits for the thread: what it touches is the caller's.
+
+        `stop`, if given, is called when cancelled: it makes a hop that waits for others end soon.
+        """
+        work: Future[T] = Future()
+        heapq.heappush(self._line, (ORDER[priority], next(self._numbers), work, copy))
+        self._threads.submit(self._next)
+        return await _to_the_end(work, stop)
+
+    def _next(self) -> None:
+        """In a thread: do what is most urgent now. As many of these are submitted as hops are in the line."""
+        _, _, work, copy = heapq.heappop(self._line)  # one C call, under the interpreter's lock, as the push is
+        if not work.set_running_or_notify_cancel():
+            return
+        try:
+            result = copy()
+        except BaseException as error:
+            work.set_exception(error)
+        else:
+            work.set_result(result)
 
     def close(self) -> None:
         """End the threads; waits for the hops that run, a few milliseconds."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
 
-def hops(count: int, run_bytes: int) -> list[slice]:
-    """`count` runs, cut into hops of at most HOP_BYTES (or of one run)."""
-    step = max(1, HOP_BYTES // run_bytes)
+def hops(count: int, unit_bytes: int, unit_runs: int = 1) -> list[slice]:
+    """`count` units, cut into hops of at most HOP_BYTES and HOP_RUNS (or of one unit)."""
+    step = max(1, min(HOP_BYTES // unit_bytes, HOP_RUNS // unit_runs))
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
-async def _to_the_end(work: asyncio.Future[T]) -> T:
+async def together(parts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run all; when all have ended, since until then they use the caller's memory, raise the first error."""
+    if len(parts) == 1:
+        return [await parts[0]]
+    results = await asyncio.gather(*parts, return_exceptions=True)
+    done: list[T] = []
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        done.append(result)
+    return done
+
+
+def leading(cut: Sequence[slice], good: Sequence[int]) -> int:
+    """Of units that were cut into hops, of each of which so many leading ones are good: how many leading ones."""
+    done = 0
+    for hop, count in zip(cut, good, strict=True):
+        done += count
+        if count < hop.stop - hop.start:
+            break
+    return done
+
+
+async def _to_the_end(work: Future[T], stop: Callable[[], None] | None) -> T:
+    """The result. Cancelled, a hop that has begun is waited for; one that has not never begins."""
+    waiting = asyncio.wrap_future(work)
     cancelled: asyncio.CancelledError | None = None
-    while not work.done():
+    while not waiting.done():
         try:
-            await asyncio.wait([work])
+            await asyncio.wait([waiting])
         except asyncio.CancelledError as error:
             cancelled = error
+            if work.cancel():
+                break
+            if stop is not None:
+                stop()
     if cancelled is not None:
-        work.exception()  # seen; the cancellation goes first
+        if not waiting.cancelled() and waiting.done():
+            waiting.exception()  # seen; the cancellation goes first
         raise cancelled
-    return work.result()
+    return waiting.result()

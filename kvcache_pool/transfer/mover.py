@@ -2,43 +2,46 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
-from kvcache_pool.api import TRANSFER_S_MAX, Grant, Place, Priority
+from kvcache_pool.api import TRANSFER_S_MAX, Blocks, Grant, Place, Priority
 from kvcache_pool.segment import Bytes
-from kvcache_pool.transfer.copiers import Copiers
+from kvcache_pool.transfer.copiers import Copiers, together
+from kvcache_pool.transfer.copies import Span, Units
 from kvcache_pool.transfer.shm import ShmRoute
+from kvcache_pool.transfer.stream import StreamRoute
 from kvcache_pool.transfer.tcp import TcpRoute
 from protocol.errors import DangoError, DeadlineExceeded, PeerLost
 from protocol.ids import SegmentId
 from protocol.transport import Transport
 
 log = logging.getLogger("dango.transfer")
+T = TypeVar("T")
 
 
 class Reach(Enum):
     """How to get at segments."""
 
     AUTO = "auto"
-    """Shared memory where host and file are ours, else the service."""
+    """Shared memory where host and file are ours, else a stream, else the service."""
     SHM = "shm"
     TCP = "tcp"
+    """A stream, and the service where none can be had."""
+    SERVICE = "service"
 
 
 class Route(Protocol):
     """The way to one segment. `read` may raise DangoError; both leave the deadline to their caller."""
 
     async def read(
-        self, layer: int, grants: Sequence[Grant], out: Bytes, pages: Sequence[int], priority: Priority
+        self, span: Span, grants: Sequence[Grant], units: Units, rows: Sequence[int], priority: Priority
     ) -> int: ...
 
     async def write(
-        self, layer: int, grants: Sequence[Grant], source: Bytes, pages: Sequence[int], priority: Priority
+        self, span: Span, grants: Sequence[Grant], units: Units, rows: Sequence[int], priority: Priority
     ) -> None: ...
-
-    async def write_blocks(self, grants: Sequence[Grant], blocks: Sequence[Bytes], priority: Priority) -> None: ...
 
     async def aclose(self) -> None: ...
 
@@ -68,67 +71,67 @@ class PoolMover:
         self, layer: int, grants: Sequence[Grant], out: Bytes, pages: Sequence[int], priority: Priority
     ) -> int:
         """See api.Mover."""
+        return await self._get(Span(layer, 1), grants, out[:, None], pages, priority)
 
-        async def part(segment: SegmentId, places: list[int]) -> int:
-            """The index in `grants` of this segment's first bad run, or len(grants)."""
-            mine, rows = [grants[i] for i in places], [pages[i] for i in places]
-            good = 0
-            try:
-                async with asyncio.timeout(TRANSFER_S_MAX):
-                    good = await self._route(segment).read(layer, mine, out, rows, priority)
-            except (DangoError, TimeoutError) as error:
-                log.warning("could not read layer %d from segment %s: %s", layer, segment, error)
-            return places[good] if good < len(places) else len(grants)
-
-        firsts = await self._each(grants, part)
-        return min((first for first in firsts if isinstance(first, int)), default=len(grants))
+    async def read_blocks(self, grants: Sequence[Grant], blocks: Blocks, priority: Priority) -> int:
+        """See api.Mover."""
+        return await self._get(self._whole(grants), grants, blocks, range(len(grants)), priority)
 
     async def write(
         self, layer: int, grants: Sequence[Grant], source: Bytes, pages: Sequence[int], priority: Priority
     ) -> None:
         """See api.Mover."""
+        await self._put(Span(layer, 1), grants, source[:, None], pages, priority)
 
-        async def put(route: Route, places: list[int]) -> None:
-            mine, rows = [grants[i] for i in places], [pages[i] for i in places]
-            await route.write(layer, mine, source, rows, priority)
-
-        await self._put(grants, put)
-
-    async def write_blocks(self, grants: Sequence[Grant], blocks: Sequence[Bytes], priority: Priority) -> None:
+    async def write_blocks(self, grants: Sequence[Grant], blocks: Blocks, priority: Priority) -> None:
         """See api.Mover."""
+        await self._put(self._whole(grants), grants, blocks, range(len(grants)), priority)
 
-        async def put(route: Route, places: list[int]) -> None:
-            await route.write_blocks([grants[i] for i in places], [blocks[i] for i in places], priority)
+    def _whole(self, grants: Sequence[Grant]) -> Span:
+        """All layers: of one pool all segments have the same layout."""
+        known = (self._places[grant.segment].layout.layers for grant in grants if grant.segment in self._places)
+        return Span(0, next(known, 1))
 
-        await self._put(grants, put)
-
-    async def _put(self, grants: Sequence[Grant], put: Callable[[Route, list[int]], Awaitable[None]]) -> None:
-        """Run `put` for each segment, with the indices in `grants` that are its own, within the deadline."""
-
-        async def part(segment: SegmentId, places: list[int]) -> int:
+    async def _get(
+        self, span: Span, grants: Sequence[Grant], units: Units, rows: Sequence[int], priority: Priority
+    ) -> int:
+        async def part(segment: SegmentId, places: Sequence[int]) -> int:
+            """The index in `grants` of this segment's first bad unit, or len(grants)."""
+            mine, its_rows = _pick(grants, places), _pick(rows, places)
+            good = 0
             try:
                 async with asyncio.timeout(TRANSFER_S_MAX):
-                    await put(self._route(segment), places)
+                    good = await self._route(segment).read(span, mine, units, its_rows, priority)
+            except (DangoError, TimeoutError) as error:
+                log.warning("could not read layer %d from segment %s: %s", span.first, segment, error)
+            return places[good] if good < len(places) else len(grants)
+
+        return min(await self._each(grants, part), default=len(grants))
+
+    async def _put(
+        self, span: Span, grants: Sequence[Grant], units: Units, rows: Sequence[int], priority: Priority
+    ) -> None:
+        async def part(segment: SegmentId, places: Sequence[int]) -> None:
+            mine, its_rows = _pick(grants, places), _pick(rows, places)
+            try:
+                async with asyncio.timeout(TRANSFER_S_MAX):
+                    await self._route(segment).write(span, mine, units, its_rows, priority)
             except TimeoutError as error:
                 raise DeadlineExceeded(f"writing to segment {segment} took over {TRANSFER_S_MAX} s") from error
-            return len(places)
 
         await self._each(grants, part)
 
     async def _each(
-        self, grants: Sequence[Grant], part: Callable[[SegmentId, list[int]], Awaitable[int]]
-    ) -> list[int]:
-        """Run `part` for each segment at once; when all have ended, raise the first error."""
+        self, grants: Sequence[Grant], part: Callable[[SegmentId, Sequence[int]], Coroutine[Any, Any, T]]
+    ) -> list[T]:
+        """Run `part` for each segment, with the indices in `grants` that are its own, at once."""
         await self._close_retired()
+        if len({grant.segment for grant in grants}) == 1:
+            return [await part(grants[0].segment, range(len(grants)))]
         groups: dict[SegmentId, list[int]] = {}
         for position, grant in enumerate(grants):
             groups.setdefault(grant.segment, []).append(position)
-        results = await asyncio.gather(*(part(*group) for group in groups.items()), return_exceptions=True)
-        # Only when all have ended: until then they use the caller's memory.
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return [result for result in results if isinstance(result, int)]
+        return await together([part(segment, places) for segment, places in groups.items()])
 
     def _route(self, segment: SegmentId) -> Route:
         """The way to a segment, found at its first use. Raises PeerLost."""
@@ -147,7 +150,8 @@ class PoolMover:
                 return ShmRoute(place, self._copiers)
             except PeerLost as error:
                 log.info("%s; trying its service", error)
-        return TcpRoute(place, self._copiers, self._transport)
+        service = TcpRoute(place, self._copiers, self._transport)
+        return service if self._reach is Reach.SERVICE else StreamRoute(place, service)
 
     async def _close_retired(self) -> None:
         while self._retired:
@@ -159,3 +163,8 @@ class PoolMover:
         self._routes.clear()
         await self._close_retired()
         self._copiers.close()
+
+
+def _pick(values: Sequence[T], places: Sequence[int]) -> Sequence[T]:
+    """Those at `places`; all of them as they are, where there is only one segment."""
+    return values if len(places) == len(values) else [values[place] for place in places]

@@ -1,11 +1,14 @@
 """Through shared memory: one copy, between a page and the mapped segment. For processes on one host."""
 
+import asyncio
 from collections.abc import Sequence
+from functools import partial
 
-from kvcache_pool.api import Corrupt, Grant, Place, Priority, Stale
+from kvcache_pool.api import Grant, Place, Priority
 from kvcache_pool.geometry import Geometry
-from kvcache_pool.segment import Bytes, Memory
-from kvcache_pool.transfer.copiers import Copiers, hops
+from kvcache_pool.segment import Memory
+from kvcache_pool.transfer.copiers import INLINE_BYTES, Copiers, hops, leading, together
+from kvcache_pool.transfer.copies import Copies, Span, Units
 from protocol.errors import PeerLost
 
 
@@ -16,54 +19,44 @@ class ShmRoute:
         """Map it. Raises PeerLost if its file is gone or another."""
         geometry = Geometry(place.layout, place.slots)
         try:
-            self._memory = Memory.attach(place.shm, geometry, place.incarnation)
+            self._copies = Copies(Memory.attach(place.shm, geometry, place.incarnation))
         except (OSError, ValueError) as error:
             raise PeerLost(f"segment {place.segment} cannot be mapped: {error}") from error
         self._copiers = copiers
         self._run_bytes = place.layout.run_bytes
-        self._block_bytes = place.layout.block_bytes
 
     async def read(
-        self, layer: int, grants: Sequence[Grant], out: Bytes, pages: Sequence[int], priority: Priority
+        self, span: Span, grants: Sequence[Grant], units: Units, rows: Sequence[int], priority: Priority
     ) -> int:
-        """As Mover.read, within this segment."""
-        done = 0
-        for hop in hops(len(grants), self._run_bytes):
-            wanted = grants[hop]
-            good = await self._copiers.run(priority, self._get, layer, wanted, out, pages[hop])
-            done += good
-            if good < len(wanted):
-                break
-        return done
+        """How many leading units are good. Hops go beside each other, whatever the ones before them found."""
+        if self._short(span, grants):
+            good = self._copies.get(span, grants, units, rows)
+            await asyncio.sleep(0)  # a caller with a hundred layers lets others have the loop in between
+            return good
+        cut = hops(len(grants), span.width * self._run_bytes)
+
+        def hop(part: slice) -> int:
+            return self._copies.get(span, grants[part], units, rows[part])
+
+        return leading(cut, await together([self._copiers.run(priority, partial(hop, part)) for part in cut]))
 
     async def write(
-        self, layer: int, grants: Sequence[Grant], source: Bytes, pages: Sequence[int], priority: Priority
+        self, span: Span, grants: Sequence[Grant], units: Units, rows: Sequence[int], priority: Priority
     ) -> None:
-        """As Mover.write, within this segment."""
-        for hop in hops(len(grants), self._run_bytes):
-            await self._copiers.run(priority, self._put, layer, grants[hop], source, pages[hop])
+        """Raises Stale."""
+        if self._short(span, grants):
+            self._copies.put(span, grants, units, rows)
+            await asyncio.sleep(0)
+            return
+        cut = hops(len(grants), span.width * self._run_bytes)
 
-    async def write_blocks(self, grants: Sequence[Grant], blocks: Sequence[Bytes], priority: Priority) -> None:
-        """As Mover.write_blocks, within this segment."""
-        for hop in hops(len(grants), self._block_bytes):
-            await self._copiers.run(priority, self._put_blocks, grants[hop], blocks[hop])
+        def hop(part: slice) -> None:
+            self._copies.put(span, grants[part], units, rows[part])
 
-    def _get(self, layer: int, grants: Sequence[Grant], out: Bytes, pages: Sequence[int]) -> int:
-        for count, (grant, page) in enumerate(zip(grants, pages, strict=True)):
-            try:
-                self._memory.get(layer, grant.slot, grant.generation, out[page])
-            except (Stale, Corrupt):
-                return count
-        return len(grants)
+        await together([self._copiers.run(priority, partial(hop, part)) for part in cut])
 
-    def _put(self, layer: int, grants: Sequence[Grant], source: Bytes, pages: Sequence[int]) -> None:
-        for grant, page in zip(grants, pages, strict=True):
-            self._memory.put(layer, grant.slot, grant.generation, source[page])
-
-    def _put_blocks(self, grants: Sequence[Grant], blocks: Sequence[Bytes]) -> None:
-        for grant, block in zip(grants, blocks, strict=True):
-            for layer, run in enumerate(block):
-                self._memory.put(layer, grant.slot, grant.generation, run)
+    def _short(self, span: Span, grants: Sequence[Grant]) -> bool:
+        return len(grants) * span.width * self._run_bytes <= INLINE_BYTES
 
     async def aclose(self) -> None:
         """Nothing is owed: the mapping ends with its last user."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bench.__main__ import QUIET_THREADS, main
+from bench.rivals import MOONCAKE_PYTHON, NoRival, mooncake, redis_server
 from simulator.experiments.truth import Recording
 from tests.tiny import VOCAB, tiny_model
 
@@ -95,6 +96,35 @@ def test_a_live_run_is_recorded_and_simulated(model: Path, tmp_path: Path) -> No
     parts = Recording.read(recording).parts
     assert [part.name for part in parts] == ["moderate", "overload"]
     assert all(one.refused or one.ttft_s for part in parts for one in part.requests)
+
+
+@pytest.mark.cluster
+def test_the_store_is_measured_beside_what_is_there(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    argv = [sys.executable, "-m", "bench.store", "--runs", "1", "--peers", "none", "--json", str(file)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    [report] = json.loads(file.read_text())
+    rows = {row["name"]: row for row in report["rows"]}
+    for name in ("1.1 MB", "11.8 MB"):
+        for way, limit in (
+            ("put, shared memory, against memcpy", 1 / 0.7),
+            ("get, TCP, against a raw socket", 1.25),
+        ):
+            assert rows[f"{name}: {way}"]["limit"] == limit
+            assert rows[f"{name}: {way}"]["ratio"] > 0
+    assert rows["lookup of 200 blocks, 16 at once"]["limit"] == 200
+    assert not any("Redis" in name or "Mooncake" in name for name in rows)
+
+
+def test_a_rival_that_is_not_there_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MOONCAKE_PYTHON, "/nowhere/python")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(NoRival, match="names no interpreter"):
+        mooncake(1, 1, 1)
+    with pytest.raises(NoRival, match="no redis-server"), redis_server():
+        pass
 
 
 def test_the_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,6 +113,7 @@ class Pool:
     directory: Directory
     segments: list[Segment]
     index: Index
+    services: list[SegmentService]
 
     def place(self, number: int = 0) -> Place:
         return place_of(self.segments[number], self.address, HOST)
@@ -134,7 +135,7 @@ async def a_pool(
         for segment in segments:
             stack.callback(segment.close)
         index = Index(generation=generation)
-        directory, service = DirectoryService(index), SegmentService(segments[0])
+        directory, service = DirectoryService(index), SegmentService(segments[0], listen)
         stack.callback(service.close)
         server = Server(transport.bind(listen), {**directory.handlers(), **service.handlers()})
         client = Client(transport, server.address)
@@ -145,7 +146,7 @@ async def a_pool(
         tasks = [asyncio.create_task(loop) for loop in loops]
         try:
             async with client, asyncio.timeout(10.0):
-                pool = Pool(transport, server.address, Directory(client), segments, index)
+                pool = Pool(transport, server.address, Directory(client), segments, index, [service])
                 for number, segment in enumerate(segments):
                     await client.call(Announce(pool.place(number), segment.generation), Announced, within_s=5.0)
                 yield pool

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_pool.api import Grant, Mover, Place, Priority, Stale
+from kvcache_pool.api import Blocks, Grant, Mover, Place, Priority, Stale
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,18 @@ class FaultyMover:
         for _ in range(2 if number in self._faults.repeated_writes else 1):
             await self._inner.write(layer, grants, source, pages, priority)
 
-    async def write_blocks(
-        self, grants: Sequence[Grant], blocks: Sequence[npt.NDArray[np.uint8]], priority: Priority
-    ) -> None:
+    async def write_blocks(self, grants: Sequence[Grant], blocks: Blocks, priority: Priority) -> None:
         for layer, rows in enumerate(zip(*blocks, strict=True)):
             await self.write(layer, grants, np.stack(rows), range(len(grants)), priority)
+
+    async def read_blocks(self, grants: Sequence[Grant], blocks: Blocks, priority: Priority) -> int:
+        good = len(grants)
+        for layer, rows in enumerate(zip(*blocks, strict=True)):
+            out = np.stack(rows)
+            good = min(good, await self.read(layer, grants, out, range(len(out)), priority))
+            for row, run in zip(rows, out, strict=True):
+                row[:] = run
+        return good
 
     async def aclose(self) -> None:
         await self._inner.aclose()

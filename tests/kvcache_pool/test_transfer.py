@@ -3,21 +3,25 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvcache_pool.api import Grant, Lease, Mover, Priority, Stale
-from kvcache_pool.transfer.copiers import HOP_BYTES, Copiers, Turns, hops
+from kvcache_pool.transfer.copiers import COPY_THREADS, HOP_BYTES, Copiers, Turns, hops
+from kvcache_pool.transfer.copies import Copies, Span
 from kvcache_pool.transfer.mover import PoolMover, Reach
 from protocol.blocks import BlockLayout
 from protocol.errors import PeerLost
 from protocol.ids import Incarnation, SegmentId
-from tests.kvcache_pool.builders import HOST, LAYOUT, Pool, a_place, a_pool, an_ask, random_runs
+from tests.kvcache_pool.builders import HOST, LAYOUT, Pool, a_place, a_pool, a_segment, an_ask, random_runs
 from tests.kvcache_pool.faults import Faults, FaultyMover
 
-REACHES = [Reach.SHM, Reach.TCP]
+REACHES = [Reach.SHM, Reach.TCP, Reach.SERVICE]
 
 
 @pytest.fixture
@@ -71,6 +75,54 @@ async def test_the_same_bytes_by_every_way(pool: Pool, write_by: Reach, read_by:
 
 
 @pytest.mark.parametrize("reach", REACHES)
+@pytest.mark.parametrize("lie", ["one array", "anywhere", "strided"])
+async def test_whole_blocks_come_back_wherever_they_lie(pool: Pool, reach: Reach, lie: str) -> None:
+    lease = await a_lease(pool)
+    shape = (6, LAYOUT.layers, LAYOUT.run_bytes)
+    source, out = random_runs(6 * LAYOUT.layers, seed=1).reshape(shape), np.zeros(shape, np.uint8)
+    if lie == "strided":  # as an engine's pages are: [layers, pages, run_bytes]
+        source = source.swapaxes(0, 1).copy().swapaxes(0, 1)
+        out = out.swapaxes(0, 1).copy().swapaxes(0, 1)
+    blocks, into = (source, out) if lie == "one array" else (list(source), list(out))
+    grants = [lease.targets[number] for number in (4, 0, 1, 2, 5, 3)]
+    async with Moving(pool, lease, reach) as mover:
+        await mover.write_blocks(grants, blocks, Priority.STORE)
+        assert await mover.read_blocks(grants, into, Priority.LOAD) == 6
+        assert np.array_equal(out, source)
+        pool.segments[0].memory.runs[grants[2].slot, 1, 5] ^= 1
+        assert await mover.read_blocks(grants, into, Priority.LOAD) == 2
+        assert await mover.read_blocks([], into[:0], Priority.LOAD) == 0
+
+
+@given(
+    st.permutations(range(8)), st.permutations(range(8)), st.integers(1, 8), st.integers(0, 2), st.integers(1, 3)
+)
+def test_many_runs_at_once_are_what_one_at_a_time_would_be(
+    slots: list[int], rows: list[int], count: int, first: int, width: int
+) -> None:
+    width = min(width, LAYOUT.layers - first)
+    span, grants = Span(first, width), [Grant(SegmentId("x"), slot, 5) for slot in slots[:count]]
+    units = random_runs(8 * width, seed=3).reshape(8, width, -1)
+    segment = a_segment(8, "many")
+    try:
+        copies, memory, run = Copies(segment.memory), segment.memory, np.zeros(LAYOUT.run_bytes, np.uint8)
+        copies.put(span, grants, units, rows[:count])
+        for grant, row in zip(grants, rows, strict=False):
+            for layer in range(width):
+                memory.get(first + layer, grant.slot, 5, run)
+                assert np.array_equal(run, units[row, layer])
+        for out in (np.zeros_like(units), list(np.zeros_like(units))):
+            assert copies.get(span, grants, out, rows[:count]) == count
+            assert all(np.array_equal(out[row], units[row]) for row in rows[:count])
+        memory.checksums[grants[-1].slot, first + width - 1] ^= np.uint64(1)
+        assert copies.get(span, grants, out, rows[:count]) == count - 1
+        with pytest.raises(Stale):
+            copies.put(span, [*grants[:-1], grants[-1]._replace(generation=4)], units, rows[:count])
+    finally:
+        segment.close()
+
+
+@pytest.mark.parametrize("reach", REACHES)
 async def test_whole_blocks_are_what_their_layers_are(pool: Pool, reach: Reach) -> None:
     lease = await a_lease(pool)
     blocks = list(random_runs(6 * LAYOUT.layers, seed=1).reshape(6, LAYOUT.layers, -1))
@@ -98,7 +150,7 @@ async def test_between_two_loopback_addresses(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reach", REACHES)
 async def test_transfers_longer_than_a_hop(tmp_path: Path, reach: Reach) -> None:
-    layout = BlockLayout(1, 8, 128, 256, "float32")
+    layout = BlockLayout(1, 8, 128, 128, "float32")
     assert layout.run_bytes == HOP_BYTES // 2
     async with a_pool(tmp_path, 5, layout=layout) as pool:
         lease = await a_lease(pool, unnamed=5)
@@ -249,6 +301,33 @@ async def test_a_turn_cancelled_at_any_moment_is_given_on(ticks: int) -> None:
         await wait("last")
     assert order[0] == "a"
     assert order[-2:] == ["c", "last"]
+
+
+async def test_the_most_urgent_copy_goes_first_and_a_cancelled_one_never() -> None:
+    copiers, order = Copiers(), list[str]()
+    go, loop = asyncio.Event(), asyncio.get_running_loop()
+    held = [
+        copiers.run(Priority.WRITE_BACK, lambda: asyncio.run_coroutine_threadsafe(go.wait(), loop).result(10))
+        for _ in range(COPY_THREADS)
+    ]
+    line = [
+        ("back", Priority.WRITE_BACK),
+        ("store", Priority.STORE),
+        ("gone", Priority.LOAD),
+        ("load", Priority.LOAD),
+    ]
+    tasks = [asyncio.create_task(hold) for hold in held]
+    await asyncio.sleep(0.05)
+    tasks += [asyncio.create_task(copiers.run(priority, partial(order.append, name))) for name, priority in line]
+    await asyncio.sleep(0)
+    tasks[COPY_THREADS + 2].cancel()
+    await asyncio.sleep(0)
+    go.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    copiers.close()
+    assert "gone" not in order
+    assert order.index("load") < order.index("back")
+    assert sorted(order) == ["back", "load", "store"]
 
 
 async def test_a_cancelled_copy_is_over_when_its_caller_hears_of_it() -> None:
