@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import decision, estimates, index, load, mixed, overlap, reuse, start, store, tax, truth
+from bench import decision, estimates, grain, index, load, mixed, overlap, reuse, start, store, tax, truth
 from bench.client import StreamFailed
 from bench.machine import machine_facts, watched
 from bench.pool import PoolFailed
@@ -90,6 +90,7 @@ ABOUTS = {
     "mixed": mixed.ABOUT,
     "truth": truth.ABOUT,
     "store": store.ABOUT,
+    "grain": grain.ABOUT,
 }
 
 
@@ -113,6 +114,7 @@ def _benchmarks(setup: Setup, arguments: argparse.Namespace) -> Mapping[str, Mea
         "load": lambda: load.run(setup, wanted, arguments.url),
         "mixed": lambda: mixed.run(setup),
         "truth": lambda: truth.run(setup, truth.Choices(arguments.span, arguments.record)),
+        "grain": lambda: grain.run(setup.runs),
         "store": lambda: store.run(setup.runs, arguments.peers == "all"),
     }
 

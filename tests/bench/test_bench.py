@@ -118,6 +118,13 @@ def test_the_store_is_measured_beside_what_is_there(tmp_path: Path) -> None:
     assert not any("Redis" in name or "Mooncake" in name for name in rows)
 
 
+@pytest.mark.cluster
+def test_the_grain_is_measured_for_both_ways(model: Path, tmp_path: Path) -> None:
+    rows = measured(model, tmp_path, "grain")
+    assert len(rows) == 2 * 2 * 4
+    assert rows["1 blocks, TCP: in bulk, against all layers one by one"]["ratio"] > 0
+
+
 def test_a_rival_that_is_not_there_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MOONCAKE_PYTHON, "/nowhere/python")
     monkeypatch.setenv("PATH", "/nowhere")
