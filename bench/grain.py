@@ -5,7 +5,7 @@
 
 With r for one layer, b for the bulk, and c for what the engine computes in a layer: layer by layer, the last layer
 can begin after max(30 r, r + 29 c), in bulk after b + 29 c. So bulk is better where `b < r`, whatever is computed;
-and where little is computed (`c < r`) already where `b + 29 c < 30 r`. The rows give b against 30 r, and against r.
+and where little is computed (`c < r`) already where `b + 29 c < 30 r`. The rows give b against 30 r and against r.
 """
 
 from collections.abc import Sequence
