@@ -94,16 +94,22 @@ async def announce_once(client: Client, segment: Catalogued, place: Place, noted
     """One announcement, and what its answer asks for. Returns the number of the last news that are noted down."""
     answer = await client.call(Announce(place, segment.generation, noted), Announced, within_s=DIRECTORY_S)
     if answer.joined:
-        notes = segment.noted()
-        for start in range(0, len(notes), NOTES_MAX):
-            part = Catalogue(place.segment, place.incarnation, notes[start : start + NOTES_MAX])
-            await client.call(part, Counted, within_s=DIRECTORY_S)
+        await _bring_catalogue(client, segment, place)
     try:
         for note in answer.news:
             segment.note(note)
     except ValueError as error:
         raise BadMessage(f"{client.address} tells news of another segment: {error}") from error
     return answer.number
+
+
+async def _bring_catalogue(client: Client, segment: Catalogued, place: Place) -> None:
+    notes = segment.noted()
+    for start in range(0, max(1, len(notes)), NOTES_MAX):
+        part, last = notes[start : start + NOTES_MAX], start + NOTES_MAX >= len(notes)
+        await client.call(Catalogue(place.segment, place.incarnation, part, last), Counted, within_s=DIRECTORY_S)
+        if not last:  # a long one must not look like silence
+            await client.call(Announce(place, segment.generation), Announced, within_s=DIRECTORY_S)
 
 
 async def _say_goodbye(client: Client, place: Place) -> None:

@@ -345,7 +345,8 @@ class KVCachePool:
     async def _find_home(self) -> None:
         """Prefer the memory of this machine for what is put."""
         async with self._guide.directory() as directory:
-            local = [one.segment for one in await directory.segments() if one.host == self._host]
+            memories = [one for one in await directory.segments() if not one.on_disk]
+        local = [one.segment for one in memories if one.host == self._host]
         self._near = local[0] if local else None
 
     async def _settle(self) -> None:

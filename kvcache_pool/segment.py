@@ -17,7 +17,7 @@ a generation `g`, greater than all before. A checksum is XXH3 over a run, *seede
 
 A late writer with a lower g is refused at the table. One that was past the table when the slot went to
 another either writes bytes that do not fit the newer checksum, or a checksum of an older seed: the
-reader notices both. Copy and hash run over one run at a time, while it is in the processor's cache.
+reader notices both. `transfer/copies.py` does each step for many runs at once, in the same order.
 
 The notes say which block each slot holds, as far as its owner has heard from the directory. They are what a new
 directory, or the next life of a killed owner, begins with (`noted`). A note is good only while the slot has the
@@ -256,10 +256,15 @@ def _ownerless(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _left_by(segment: SegmentId, folder: Path, geometry: Geometry) -> tuple[int, Path] | None:
-    """What an earlier owner of this name left, if it has the wanted shape; the rest of what it left is removed."""
+    """What an earlier owner of this name left, if it has the wanted shape; the rest of what it left is removed.
+    Others' files are not even locked: another start may be looking for its own at this moment."""
     found: tuple[int, Path] | None = None
-    for file, path in _ownerless(folder):
-        if os.pread(file, NAME_BYTES, NAME_AT) != name_field(segment):
+    for path in segment_files(folder):
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:  # gone meanwhile, or a link
+            continue
+        if os.pread(file, NAME_BYTES, NAME_AT) != name_field(segment) or not _locked(file):
             os.close(file)
         elif found is None and _has_shape(file, geometry):
             found = file, path
@@ -295,6 +300,7 @@ def _create(wanted: Path) -> tuple[int, Path]:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         if _locked(file):
             return file, path
+        path.unlink(missing_ok=True)
         os.close(file)  # in the moment before the lock, another start took it for a dead owner's and removes it
     raise OSError(f"{wanted} was taken away {CREATE_TRIES} times before it could be locked")
 

@@ -60,7 +60,7 @@ from kvcache_pool.transfer.stream import stream_host
 from kvcache_pool.transfer.wire import GENERATIONS_MAX
 from protocol.call import Answer
 from protocol.errors import BadMessage
-from protocol.ids import BLOCK_HASH_BYTES
+from protocol.ids import BLOCK_HASH_BYTES, Incarnation, SegmentId
 from protocol.message import Message
 from protocol.pause import sleep_unless_paused
 from protocol.registry import Load
@@ -88,6 +88,8 @@ class DirectoryService:
     def __init__(self, index: Index, publisher: Publisher | None = None) -> None:
         """The index records for the publisher's events, if there is one; both are another's to close."""
         self._index = index
+        self._untold: dict[SegmentId, Incarnation] = {}
+        """Segments that have joined and not brought their catalogue yet. As few as names of segments."""
         self._publisher = publisher
 
     def handlers(self) -> dict[type[Message], Handler]:
@@ -193,7 +195,8 @@ class DirectoryService:
 
     def _clear(self, _message: Clear) -> Cleared:
         count = self._index.clear()
-        if self._publisher is not None and not self._index.stats().cached:
+        left = self._index.stats()
+        if self._publisher is not None and not left.cached + left.disk_cached:
             self._publisher.events.cleared()
         return Cleared(count)
 
@@ -227,6 +230,8 @@ class DirectoryService:
             raise BadMessage(str(error)) from error
         if joined:
             log.info("segment %s joins with %d blocks", place.segment, place.slots)
+            self._untold[place.segment] = place.incarnation
+        joined = self._untold.get(place.segment) == place.incarnation
         news, number = self._index.news(place.segment, 0 if joined else message.noted)
         return Announced(joined, news, number)
 
@@ -235,6 +240,8 @@ class DirectoryService:
             raise BadMessage(f"a catalogue comes in parts of at most {NOTES_MAX} notes")
         _require_hashes(note.name for note in message.notes)
         count = self._index.adopt(message.segment, message.incarnation, message.notes)
+        if message.last and self._untold.get(message.segment) == message.incarnation:
+            del self._untold[message.segment]
         log.info("segment %s brings %d blocks, of %d noted", message.segment, count, len(message.notes))
         return Counted(count)
 

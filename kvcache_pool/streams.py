@@ -11,6 +11,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -43,6 +44,12 @@ CONNECTIONS_MAX = 256
 
 CLOSE_S = 5.0
 """For threads to end, once their sockets are shut: they are in the middle of a hop at most."""
+
+OPENING_S = 2.0
+"""For the next bytes of an opening: whoever does not know the token does not keep a thread for long."""
+
+ACCEPT_AGAIN_S = 0.1
+"""After a connection could not be taken."""
 
 log = logging.getLogger("dango.kvcache")
 
@@ -87,25 +94,35 @@ class Streams:
         while True:
             try:
                 sock, _ = listener.accept()
-            except OSError:  # it was closed
-                return
+            except OSError as error:
+                if self._closed:
+                    return
+                log.warning("a stream could not be taken: %s", error)  # no descriptors, say: it may pass
+                time.sleep(ACCEPT_AGAIN_S)
+                continue
             thread = threading.Thread(target=self._serve, args=(sock,), daemon=True)
             with self._lock:
                 if self._closed or len(self._open) >= CONNECTIONS_MAX:
                     sock.close()
                     continue
                 self._open[sock] = thread
-            thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:  # no thread can be had
+                    log.warning("a stream could not be taken: %s", error)
+                    del self._open[sock]
+                    sock.close()
 
     def _serve(self, sock: socket.socket) -> None:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(TRANSFER_S_MAX))
-            set_silence(sock, TRANSFER_S_MAX)
+            set_silence(sock, OPENING_S)
             opening = bytearray(OPENING_BYTES)
             _to_end(receive(sock, [memoryview(opening)], socket.MSG_WAITALL))
             if hmac.compare_digest(opening, MAGIC + self._token):
+                set_silence(sock, TRANSFER_S_MAX)
                 _Connection(sock, self._copies, self._layout).serve()
         except (PeerLost, OSError) as error:
             log.debug("%s", error)

@@ -61,7 +61,7 @@ class Announced(Message):
     """The directory knows the segment."""
 
     joined: bool
-    """By this very announcement: the directory does not know what it holds, and wants its Catalogue."""
+    """The directory does not know yet what it holds, and wants its Catalogue."""
     news: list[Note]
     """What has changed since the last that the segment noted, the oldest first, at most NOTES_MAX."""
     number: int
@@ -78,6 +78,8 @@ class Catalogue(Message):
     segment: SegmentId
     incarnation: Incarnation
     notes: list[Note]
+    last: bool = True
+    """Whether this is the last part: until it has come, the directory asks again."""
 
 
 class GetCatalogue(Message):

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from kvcache_pool.api import Priority
+from protocol.errors import PeerLost
 
 COPY_THREADS = 2
 """One keeps up with memory if it need not hash; both together do with hashing, and one lets a load begin while a
@@ -80,6 +81,7 @@ class Copiers:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(COPY_THREADS, "dango-copy")
+        self._closed = False
         self._numbers = itertools.count()
         self._line: list[tuple[int, int, Future[Any], Callable[[], Any]]] = []
 
@@ -89,6 +91,8 @@ class Copiers:
         `stop`, if given, is called when cancelled: it makes a hop that waits for others end soon.
         """
         work: Future[T] = Future()
+        if self._closed:
+            raise PeerLost("the way to this segment was closed")
         heapq.heappush(self._line, (ORDER[priority], next(self._numbers), work, copy))
         self._threads.submit(self._next)
         return await _to_the_end(work, stop)
@@ -107,7 +111,12 @@ class Copiers:
 
     def close(self) -> None:
         """End the threads; waits for the hops that run, a few milliseconds."""
+        self._closed = True
         self._threads.shutdown(wait=True, cancel_futures=True)
+        while self._line:
+            _, _, work, _ = heapq.heappop(self._line)
+            if work.set_running_or_notify_cancel():
+                work.set_exception(PeerLost("the way to this segment was closed"))
 
 
 def hops(count: int, unit_bytes: int, unit_runs: int = 1) -> list[slice]:

@@ -56,6 +56,8 @@ class Copies:
             if not 0 <= slot < self._slots or self._generations[slot] > generation:
                 self._memory.claim(slot, generation)  # says what is wrong
         for _, slot, generation in grants:
+            if self._generations[slot] > generation:  # a newer writer came in between: never back
+                self._memory.claim(slot, generation)
             self._generations[slot] = generation
 
     def get(self, span: Span, grants: Sequence[Grant], units: Units, rows: Sequence[int]) -> int:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 
-from kvcache_pool.api import Grant, Place, Priority
+from kvcache_pool.api import Grant, Place, Priority, Tier
 from kvcache_pool.geometry import Geometry
 from kvcache_pool.segment import Memory
 from kvcache_pool.transfer.copiers import INLINE_BYTES, Copiers, hops, leading, together
@@ -23,6 +23,7 @@ class ShmRoute:
         except (OSError, ValueError) as error:
             raise PeerLost(f"segment {place.segment} cannot be mapped: {error}") from error
         self._copiers = copiers
+        self._in_memory = place.tier is Tier.MEMORY
         self._run_bytes = place.layout.run_bytes
 
     async def read(
@@ -56,7 +57,8 @@ class ShmRoute:
         await together([self._copiers.run(priority, partial(hop, part)) for part in cut])
 
     def _short(self, span: Span, grants: Sequence[Grant]) -> bool:
-        return len(grants) * span.width * self._run_bytes <= INLINE_BYTES
+        """What may be copied in the event loop. Not what lies on a disk: its pages may have to be read first."""
+        return self._in_memory and len(grants) * span.width * self._run_bytes <= INLINE_BYTES
 
     async def aclose(self) -> None:
         """Nothing is owed: the mapping ends with its last user."""

@@ -76,6 +76,8 @@ class StreamRoute:
         self._threads = Copiers()
         self._turns = Turns(CONNECTIONS)
         self._idle: list[socket.socket] = []
+        self._busy: set[socket.socket] = set()
+        self._closed = False
         self._port: StreamPort | None = None
         self._closed_until = 0.0
         self._opening = asyncio.Lock()
@@ -107,23 +109,46 @@ class StreamRoute:
         async with self._turns.turn(priority):
             for attempt in range(TRIES):
                 sock = await self._connection()
+                self._busy.add(sock)
                 try:
                     good = await self._exchange(sock, hop, priority)
                 except PeerLost:
                     sock.close()
                     self._drop_idle()  # they are as old
                     if attempt + 1 == TRIES:
-                        raise
+                        if self._closed:
+                            raise
+                        return await self._by_service(hop, priority)
                 except (Stale, Corrupt):
-                    self._idle.append(sock)  # the whole answer has come
+                    self._put_back(sock)  # the whole answer has come
                     raise
                 except BaseException:
                     sock.close()  # half an answer may be under way
                     raise
                 else:
-                    self._idle.append(sock)
+                    self._put_back(sock)
                     return good
+                finally:
+                    self._busy.discard(sock)
         raise AssertionError("the last try returns or raises")
+
+    async def _by_service(self, hop: "Hop", priority: Priority) -> int:
+        """A new connection broke too: the segment is gone, or has as many streams as it takes. Raises PeerLost."""
+        self._rest()
+        if hop.write:
+            await self._service.write(hop.span, hop.grants, hop.units, hop.rows, priority)
+            return len(hop.grants)
+        return await self._service.read(hop.span, hop.grants, hop.units, hop.rows, priority)
+
+    def _rest(self) -> None:
+        self._port = None
+        self._closed_until = asyncio.get_running_loop().time() + AGAIN_S
+
+    def _put_back(self, sock: socket.socket) -> None:
+        if self._closed:
+            sock.close()
+        else:
+            self._idle.append(sock)
 
     async def _exchange(self, sock: socket.socket, hop: "Hop", priority: Priority) -> int:
         if len(hop.grants) * hop.span.width * self._run_bytes <= SHORT_BYTES:
@@ -135,7 +160,7 @@ class StreamRoute:
         """Where streams are taken; None where none are. Raises PeerLost if the service is not there either."""
         if self._port is None and asyncio.get_running_loop().time() >= self._closed_until:
             async with self._opening:
-                if self._port is None:
+                if self._port is None and asyncio.get_running_loop().time() >= self._closed_until:
                     await self._open()
         return self._port
 
@@ -145,11 +170,12 @@ class StreamRoute:
             self._idle.append(await self._connect())
         except (RemoteError, BadMessage, OSError, TimeoutError) as error:
             log.info("no stream to segment %s: %s; its service carries the runs", self._place.segment, error)
-            self._port = None
-            self._closed_until = asyncio.get_running_loop().time() + AGAIN_S
+            self._rest()
 
     async def _connection(self) -> socket.socket:
         """One that nobody uses, or a new one. Raises PeerLost."""
+        if self._closed:
+            raise PeerLost(f"the way to segment {self._place.segment} was closed")
         if self._idle:
             return self._idle.pop()
         try:
@@ -180,9 +206,12 @@ class StreamRoute:
             self._idle.pop().close()
 
     async def aclose(self) -> None:
-        """Close the connections; what is in flight must have ended."""
+        """Close the connections: what is in flight ends in PeerLost."""
+        self._closed = True
         self._drop_idle()
-        self._threads.close()
+        for sock in self._busy:
+            _shut(sock)
+        await asyncio.to_thread(self._threads.close)
         await self._service.aclose()
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvcache_pool import news
 from kvcache_pool.announcing import announce_once
-from kvcache_pool.api import NOTES_MAX, Catalogue, Counted, Directory, Grant, Note, Priority
+from kvcache_pool.api import NOTES_MAX, Announce, Announced, Catalogue, Counted, Directory, Grant, Note, Priority
 from kvcache_pool.index import Index
 from kvcache_pool.service import DirectoryService
 from kvcache_pool.transfer.mover import PoolMover
@@ -200,3 +200,20 @@ async def test_a_catalogue_that_is_none_is_refused(pool: Pool) -> None:
             with pytest.raises(RemoteError, match=r"a block's name has 32 bytes|at most 4096 notes"):
                 await client.call(Catalogue(segment, incarnation, notes), Counted, within_s=5.0)
     assert (await pool.directory.stats()).cached == 0
+
+
+async def test_a_lost_answer_does_not_lose_the_catalogue(pool: Pool) -> None:
+    mover = PoolMover(pool.transport, HOST)
+    blocks = names(1, 2, 3)
+    await write_and_commit(pool, mover, blocks)
+    segment, place = pool.segments[0], pool.place()
+    async with Client(pool.transport, pool.address) as old:
+        number = await announce_once(old, segment, place, 0)
+    async with a_new_directory(pool) as client:
+        unheard = await client.call(Announce(place, segment.generation, number), Announced, within_s=5.0)
+        assert unheard.joined
+        await announce_once(client, segment, place, number)
+        assert (await Directory(client).lookup(blocks)).reach == 3
+        told = await client.call(Announce(place, segment.generation), Announced, within_s=5.0)
+        assert not told.joined
+    await mover.aclose()

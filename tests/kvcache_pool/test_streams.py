@@ -4,7 +4,7 @@ import asyncio
 import socket
 import struct
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +14,15 @@ import pytest
 from kvcache_pool.api import Grant, Lease, OpenStream, Priority, Stale, StreamPort
 from kvcache_pool.segment import checksum
 from kvcache_pool.service import SegmentService
-from kvcache_pool.streams import Streams
-from kvcache_pool.transfer.copiers import HOP_BYTES, INLINE_BYTES
+from kvcache_pool.streams import CONNECTIONS_MAX, Streams
+from kvcache_pool.transfer.copiers import HOP_BYTES, INLINE_BYTES, Copiers
+from kvcache_pool.transfer.copies import Span
 from kvcache_pool.transfer.mover import PoolMover, Reach
-from kvcache_pool.transfer.stream import stream_host
+from kvcache_pool.transfer.stream import StreamRoute, stream_host
+from kvcache_pool.transfer.tcp import TcpRoute
 from kvcache_pool.transfer.wire import ANSWER, ASK, GRANT, MAGIC, TOKEN_BYTES, Answer, Ask, Status, first, past
 from protocol.blocks import BlockLayout
-from protocol.errors import BadMessage
+from protocol.errors import BadMessage, PeerLost
 from protocol.rpc import Client, Server
 from protocol.zmq_transport import ZmqTransport
 from tests.kvcache_pool.builders import LAYOUT, Pool, a_place, a_pool, a_segment, an_ask, random_runs
@@ -269,3 +271,37 @@ def test_heads_that_lie_are_refused() -> None:
     with pytest.raises(BadMessage):
         Ask.unpack(ASK.pack(False, 0, 1, 5), 3, HOP_BYTES // 4)
     assert INLINE_BYTES < 4 * LARGE.run_bytes <= HOP_BYTES
+
+
+async def test_who_finds_no_stream_left_is_served_by_the_service(pool: Pool) -> None:
+    lease = await a_lease(pool, 3)
+    async with Client(pool.transport, pool.address) as client:
+        port = await client.call(OpenStream(), StreamPort, within_s=5.0)
+    mover = PoolMover(pool.transport, "elsewhere", Reach.TCP)
+    mover.know(lease.places)
+    source, out = random_runs(3), np.zeros((3, LAYOUT.run_bytes), np.uint8)
+    with ExitStack() as strangers:
+        for _ in range(CONNECTIONS_MAX):
+            strangers.enter_context(connected(port, MAGIC + port.token))
+        async with asyncio.timeout(20.0):
+            await mover.write(0, lease.targets, source, [0, 1, 2], Priority.STORE)
+            assert await mover.read(0, lease.targets, out, [0, 1, 2], Priority.LOAD) == 3
+    assert np.array_equal(out, source)
+    await mover.aclose()
+
+
+async def test_a_way_that_is_closed_under_a_read_ends_it(pool: Pool) -> None:
+    """And does not hold the event loop: the segment's side may be silent for long."""
+    lease = await a_lease(pool, 3)
+    silent = socket.create_server(("127.0.0.1", 0))
+    service = TcpRoute(lease.places[0], Copiers(), pool.transport)
+    route = StreamRoute(lease.places[0], service)
+    route._port = StreamPort(silent.getsockname()[1], bytes(TOKEN_BYTES))
+    units = np.zeros((3, 1, LAYOUT.run_bytes), np.uint8)
+    reading = asyncio.create_task(route.read(Span(0, 1), lease.targets, units, [0, 1, 2], Priority.LOAD))
+    await asyncio.sleep(0.1)
+    async with asyncio.timeout(5.0):
+        await route.aclose()
+        with pytest.raises(PeerLost):
+            await reading
+    silent.close()

@@ -11,7 +11,7 @@ from kvcache_pool.tiers import IDLE_S, PACE_S
 from tests.engine.referee import a_prompt
 from tests.service.by_hand import ByHand
 from tests.service.client import cached, text_of
-from tests.service.processes import READY_S
+from tests.service.processes import READY_S, until
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.cluster
@@ -118,7 +118,7 @@ def test_the_disk_tier_survives_what_memory_does_not(cluster: ByHand, tmp_path: 
     for times_read in (1, 2, 3):
         after = cluster.client.complete(PROMPT, TOKENS)
         assert (cached(after), text_of(after)) == (CACHED, text_of(before)), times_read
-    assert used(cluster) == CACHED / 16, "what is used twice is in memory again"
+    until(lambda: used(cluster) >= CACHED / 16, READY_S)  # what is used twice is in memory again
 
 
 def test_an_instance_that_does_not_fit_is_told_why_and_ends(cluster: ByHand, tmp_path: Path) -> None:
