@@ -3,7 +3,7 @@
     PUB      topic | number, 8 bytes big-endian | batch
     ROUTER   asked for a number, in 8 bytes: number | batch, for all that are kept from there on, then -1 | nothing
 
-Nobody who listens can hold up the directory or make it grow: to publish is one call that never waits, a subscriber
+A slow listener cannot hold up the directory: to publish is one call that never waits, a subscriber
 that is too slow loses batches and sees it by their numbers, and a replay waits a moment for its reader and is then
 given up.
 """
