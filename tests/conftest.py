@@ -1,6 +1,7 @@
 """Options of the tests."""
 
 import pytest
+from hypothesis import settings
 
 SOAK_S = 45.0
 
@@ -25,3 +26,8 @@ def soak_s(request: pytest.FixtureRequest) -> float:
 @pytest.fixture
 def soak_seed(request: pytest.FixtureRequest) -> int:
     return int(request.config.getoption("--soak-seed"))
+
+
+# A busy machine makes an example slow, and no test is of speed.
+settings.register_profile("dango", deadline=None)
+settings.load_profile("dango")
