@@ -43,7 +43,7 @@ from kvcache_pool.transfer.mover import PoolMover, Reach
 from protocol.blocks import BlockLayout, HashRoot, block_hashes
 from protocol.cluster import Mismatch
 from protocol.errors import DangoError
-from protocol.ids import BlockHash, LeaseId, SegmentId, token_ids
+from protocol.ids import BLOCK_HASH_BYTES, BlockHash, LeaseId, SegmentId, token_ids
 from protocol.zmq_transport import ZmqTransport
 
 CONDUCTOR = "tcp://127.0.0.1:8002"
@@ -58,8 +58,6 @@ RENEW_AFTER_S = (LEASE_S - TRANSFER_S_MAX) / 2
 
 ACQUIRE_TRIES = 3
 """Each needs blocks to be evicted between a lookup and the acquisition that follows at once."""
-
-NAME_BYTES = 32
 
 Chain = Iterable[int] | Iterable[bytes]
 """Token ids, of which the full blocks are meant, or the names of blocks, each 32 bytes."""
@@ -147,8 +145,8 @@ class KVCachePool:
         tokens = [item for item in items if not isinstance(item, bytes)]
         if names and tokens:
             raise TypeError("either tokens or names of blocks, not both at once")
-        if any(len(name) != NAME_BYTES for name in names):
-            raise ValueError(f"the name of a block has {NAME_BYTES} bytes")
+        if any(len(name) != BLOCK_HASH_BYTES for name in names):
+            raise ValueError(f"the name of a block has {BLOCK_HASH_BYTES} bytes")
         return names or self._named(tokens)
 
     def _named(self, tokens: Sequence[int]) -> list[BlockHash]:

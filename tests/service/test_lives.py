@@ -119,6 +119,7 @@ def test_the_disk_tier_survives_what_memory_does_not(cluster: ByHand, tmp_path: 
         after = cluster.client.complete(PROMPT, TOKENS)
         assert (cached(after), text_of(after)) == (CACHED, text_of(before)), times_read
     until(lambda: used(cluster) >= CACHED / 16, READY_S)  # what is used twice is in memory again
+    assert used(cluster) <= (len(PROMPT) + TOKENS - 1) // 16
 
 
 def test_an_instance_that_does_not_fit_is_told_why_and_ends(cluster: ByHand, tmp_path: Path) -> None:
