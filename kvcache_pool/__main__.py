@@ -19,6 +19,7 @@ from kvcache_pool.index import Index
 from kvcache_pool.publisher import Publisher
 from kvcache_pool.segment import Segment, reclaim
 from kvcache_pool.service import DirectoryService, SegmentService
+from kvcache_pool.slots import Shares
 from kvcache_pool.tiers import DiskTier, beside, disk_segment
 from protocol.blocks import BlockLayout
 from protocol.cluster import Manifest
@@ -147,15 +148,11 @@ def _publisher(config: KVCacheConfig, manifest: Manifest, incarnation: Incarnati
 
 
 def _index(config: KVCacheConfig, publisher: Publisher | None) -> Index:
-    return Index(
-        config.copies_share,
-        generation=time.time_ns(),
-        hard_pins_share=config.hard_pins_share,
-        eviction=config.eviction,
-        watermark=config.watermark,
-        watermark_step=config.watermark_step,
-        recorder=publisher.events if publisher is not None else None,
+    shares = Shares(
+        config.copies_share, config.hard_pins_share, config.eviction, config.watermark, config.watermark_step
     )
+    recorder = publisher.events if publisher is not None else None
+    return Index(shares, generation=time.time_ns(), recorder=recorder)
 
 
 async def _manifest(transport: Transport, conductor: str) -> Manifest:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvcache_pool.api import Grant, Note, Place, SegmentStats, Tier
+from kvcache_pool.config import KVCacheConfig
 from kvcache_pool.eviction import EVICTIONS
 from kvcache_pool.idle import Idle
 from kvcache_pool.names import where
@@ -85,16 +86,19 @@ class Block:
 class Shares:
     """How the slots of each segment may be used."""
 
-    copies: float
-    """At most this share may hold copies."""
-    hard_pins: float
+    copies: float = KVCacheConfig.copies_share
+    """At most this share may hold copies, from 0 to 1."""
+    hard_pins: float = KVCacheConfig.hard_pins_share
     """At most this share may be pinned hard."""
-    eviction: str
+    eviction: str = KVCacheConfig.eviction
     """A key of EVICTIONS."""
-    watermark: float
+    watermark: float = KVCacheConfig.watermark
     """When a greater share is in use, some is evicted before it is wanted; 1 turns that off."""
-    watermark_step: float
+    watermark_step: float = KVCacheConfig.watermark_step
     """How far below the watermark the use then comes."""
+
+
+DEFAULT_SHARES = Shares()
 
 
 class Slots:

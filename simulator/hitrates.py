@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from kvcache_pool.api import Acquire, Place
 from kvcache_pool.index import Index
+from kvcache_pool.slots import Shares
 from protocol.blocks import BlockLayout
 from protocol.ids import BlockHash, Incarnation, LeaseId, SegmentId
 from simulator.workload import BLOCK_TOKENS, Arrival
@@ -51,7 +52,7 @@ def _hits(
 ) -> Iterator[int]:
     """Blocks found cached, prompt by prompt."""
     slots = sum(map(len, prompts)) if capacity is None else capacity
-    index = Index(eviction=eviction, watermark=watermark)
+    index = Index(Shares(eviction=eviction, watermark=watermark))
     place = Place(SEGMENT, Incarnation("1"), address="", host="", shm="", slots=slots, layout=LAYOUT)
     index.announce(place, generation=0, now=0.0)
     for number, prompt in enumerate(prompts):

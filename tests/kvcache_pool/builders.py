@@ -16,6 +16,7 @@ from kvcache_pool.geometry import Geometry
 from kvcache_pool.index import Index
 from kvcache_pool.segment import SHM, Bytes, Segment
 from kvcache_pool.service import DirectoryService, SegmentService
+from kvcache_pool.slots import Shares
 from protocol.blocks import BlockLayout
 from protocol.ids import BlockHash, Incarnation, SegmentId
 from protocol.rpc import Client, Server
@@ -47,14 +48,8 @@ def an_index(
     **slots: int,
 ) -> Index:
     """With these segments."""
-    index = Index(
-        copies_share,
-        hard_pins_share=hard_pins_share,
-        eviction=eviction,
-        watermark=watermark,
-        watermark_step=watermark_step,
-        recorder=recorder,
-    )
+    shares = Shares(copies_share, hard_pins_share, eviction, watermark, watermark_step)
+    index = Index(shares, recorder=recorder)
     for segment, count in (slots or {"kv": 4}).items():
         index.announce(a_place(segment, count), 0, 0.0)
     return index

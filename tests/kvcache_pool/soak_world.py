@@ -16,6 +16,7 @@ from kvcache_pool.api import DirectoryLink, Stats
 from kvcache_pool.index import Index
 from kvcache_pool.segment import SHM, Geometry, Segment
 from kvcache_pool.service import DirectoryService, SegmentService
+from kvcache_pool.slots import Shares
 from kvcache_pool.transfer.mover import PoolMover, Reach
 from protocol.ids import SegmentId
 from protocol.instance import new_incarnation
@@ -71,7 +72,7 @@ class World:
 
     async def _directory(self) -> None:
         """One life of the directory, until cancelled."""
-        self.index = Index(copies_share=0.5, generation=time.time_ns())
+        self.index = Index(Shares(copies=0.5), generation=time.time_ns())
         service = DirectoryService(self.index)
         await self._serve("directory", service.handlers(), service.sweep())
 

@@ -7,8 +7,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvcache_pool.api import Grant, Lease, LeaseLost, PinKind, PoolFull
 from kvcache_pool.eviction import EVICTIONS
-from kvcache_pool.index import SEGMENT_SILENT_S, Index
+from kvcache_pool.index import Index
 from kvcache_pool.leases import QUARANTINE_S
+from kvcache_pool.stock import SEGMENT_SILENT_S
 from protocol.ids import Incarnation, SegmentId
 from tests.kvcache_pool.builders import a_place, an_ask, an_index, cache, copy, names
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from kvcache_pool.api import Lease, Priority, Stale
-from kvcache_pool.index import SEGMENT_SILENT_S, Index
+from kvcache_pool.index import Index
 from kvcache_pool.lives import LIVES_MAX, NAMES_MAX
+from kvcache_pool.stock import SEGMENT_SILENT_S
 from kvcache_pool.transfer.mover import PoolMover, Reach
 from protocol.ids import Incarnation, SegmentId
 from protocol.zmq_transport import ZmqTransport

@@ -13,6 +13,7 @@ from kvcache_pool.api import Acquire, Directory, Lease, Place, PoolFull, Priorit
 from kvcache_pool.geometry import Geometry
 from kvcache_pool.index import Index
 from kvcache_pool.segment import Segment
+from kvcache_pool.slots import Shares
 from kvcache_pool.tiers import Carrier, beside, disk_segment
 from kvcache_pool.transfer.copiers import Copiers
 from kvcache_pool.transfer.mover import PoolMover
@@ -28,7 +29,7 @@ def a_disk(slots: int = 8) -> Place:
 
 
 def an_index(memory: int = 4, disk: int = 8) -> Index:
-    index = Index(0.5)
+    index = Index(Shares(copies=0.5))
     index.announce(a_place("kv", memory), 0, 0.0)
     index.announce(a_disk(disk), 0, 0.0)
     return index
@@ -123,7 +124,7 @@ def test_a_full_disk_gives_away_what_was_used_least() -> None:
 
 
 def test_a_disk_that_joins_late_saves_what_is_there_and_one_that_leaves_ends_it() -> None:
-    index = Index(0.5)
+    index = Index(Shares(copies=0.5))
     index.announce(a_place("kv", 4), 0, 0.0)
     cache(index, 1, 2, near="kv")
     assert index.due(KV, 9) == []

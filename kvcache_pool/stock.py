@@ -1,0 +1,263 @@
+"""The stock of blocks: which segments are there, and which names their slots hold. Pure; knows nothing of leases.
+
+    name ──Replicas──> Block, a row of the tables of its segment
+                         │
+                       Slots of a segment: free list, idle blocks in order of eviction, pins
+
+The laws: a slot is free, reserved or cached, never two of them. A name has at most one block in a segment,
+and it was committed. Each use of a slot has a generation of its own, greater than all before.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvcache_pool.api import Found, Grant, Note, PinKind, Place, SegmentStats
+from kvcache_pool.events import Recorder
+from kvcache_pool.lives import Lives
+from kvcache_pool.replicas import Replicas, in_segment
+from kvcache_pool.slots import DEFAULT_SHARES, Block, Shares, Slots
+from protocol.ids import BlockHash, Incarnation, SegmentId
+
+SEGMENT_SILENT_S = 3.0
+"""Six announcements missed: the segment is given up. If it was only slow, it joins again, empty."""
+
+GENERATIONS_A_JOIN = 1 << 24
+"""How far generations jump when a segment joins: past all that an earlier life of the directory can have granted
+and not yet written, should the clock have gone back since. It is 17 ms of that clock."""
+
+
+class Stock:
+    """All blocks of the pool. Every method mutates but those that find, count or check."""
+
+    def __init__(
+        self,
+        shares: Shares = DEFAULT_SHARES,
+        silent_s: float = SEGMENT_SILENT_S,
+        generation: int = 0,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """`shares` are those of each segment. A segment that has not announced itself for `silent_s` is given up.
+        Generations begin after `generation`. `recorder` hears which names come and go."""
+        self._shares = shares
+        self._silent_s = silent_s
+        self._generation = generation
+        self._segments: dict[SegmentId, Slots] = {}  # in the order of joining, which breaks ties
+        self._joined = 0
+        self._replicas = Replicas(recorder or Recorder())
+        self._lives = Lives()
+        self._evicted = 0
+
+    # -- segments -----------------------------------------------------------------------------------
+
+    def announce(self, place: Place, generation: int, now: float) -> bool:
+        """A segment is there, and `generation` is the highest it has seen. True if it joins by this.
+
+        Raises ValueError for one that cannot join beside the others, or that a newer life has replaced.
+        """
+        known = self._segments.get(place.segment)
+        if known is not None and known.place == place:
+            known.heard = now
+            return False
+        self._lives.join(place, [slots.place for name, slots in self._segments.items() if name != place.segment])
+        if known is not None:
+            self._drop(known)
+        self._joined += 1
+        joins = self._segments[place.segment] = Slots(self._joined, place, now, self._shares)
+        self._replicas.join(joins)
+        self._generation = max(self._generation, generation) + GENERATIONS_A_JOIN
+        return True
+
+    def news(self, segment: SegmentId, noted: int) -> tuple[list[Note], int]:
+        """What a segment has yet to note down of its slots, after that number; and the number of the last."""
+        return self._segments[segment].news.since(noted)
+
+    def adopt(self, segment: SegmentId, incarnation: Incarnation, notes: Sequence[Note]) -> int:
+        """A segment that has just joined holds these blocks, the first to be evicted first. Returns how many are
+        cached by this: not those whose slot has a new use already, nor a name that the segment has already."""
+        slots = self._segments.get(segment)
+        if slots is None or slots.place.incarnation != incarnation:
+            return 0
+        good: dict[bytes, Note] = {}
+        for note in notes:
+            old = 0 < note.generation <= self._generation - GENERATIONS_A_JOIN
+            if old and in_segment(slots, self._replicas.of(BlockHash(note.name))) is None:
+                good[note.name] = note
+        blocks = slots.adopt([*good.values()])
+        for block in blocks:
+            assert block.name is not None
+            self._replicas.add(block.name, block)
+            block.touch()
+        return len(blocks)
+
+    def leave(self, segment: SegmentId, incarnation: Incarnation) -> bool:
+        """A segment is gone: its blocks leave the index; leases keep their other blocks."""
+        known = self._segments.get(segment)
+        if known is None or known.place.incarnation != incarnation:
+            return False
+        self._drop(known)
+        return True
+
+    def silent(self, now: float) -> list[SegmentId]:
+        """Drop the segments that have not announced themselves for too long; returns them."""
+        gone = [slots for slots in self._segments.values() if slots.heard < now - self._silent_s]
+        for slots in gone:
+            self._drop(slots)
+        return [slots.place.segment for slots in gone]
+
+    def _drop(self, slots: Slots) -> None:
+        for block in slots.used():
+            self._unname(block)
+        slots.left = True
+        self._replicas.leave(slots)
+        del self._segments[slots.place.segment]
+
+    # -- finding ------------------------------------------------------------------------------------
+
+    def find(self, blocks: list[BlockHash]) -> Found:
+        """The longest unbroken prefix, in all segments together and in each alone."""
+        return self._replicas.find(blocks)
+
+    def replicas(self, name: BlockHash) -> int:
+        """How many segments have this block."""
+        return self._replicas.count(name)
+
+    def due(self, segment: SegmentId, limit: int) -> list[tuple[BlockHash, Grant]]:
+        """Blocks of this segment that should be in the other tier too, the first first."""
+        return slots.due_blocks(limit) if (slots := self._segments.get(segment)) is not None else []
+
+    # -- taking slots -------------------------------------------------------------------------------
+
+    def _reserve(self, slots: Slots, count: int, *, copy: bool = False) -> list[Block]:
+        """So many slots, of which there is room for all; evicts what it must."""
+        for _ in range(count - slots.free):
+            self._evict(slots)
+        first = self._generation + 1
+        self._generation += count
+        return [slots.take(generation, copy) for generation in range(first, first + count)]
+
+    def trim(self) -> int:
+        """Evict in each segment that is fuller than its watermark what is idle and not pinned, down to so much
+        below it, so that whoever comes finds free slots. Returns how many blocks went."""
+        before = self._evicted
+        for slots in self._segments.values():
+            for _ in range(min(slots.excess, slots.idle.unpinned)):
+                self._evict(slots)
+        return self._evicted - before
+
+    def _evict(self, slots: Slots) -> None:
+        self._forget(Block(slots, slots.idle.take()))
+        self._evicted += 1
+
+    def _publish(self, block: Block, name: BlockHash) -> None:
+        if block.lost or block.spoiled or block.name is not None:
+            return
+        first = in_segment(block.home, self._replicas.of(name))
+        if first is None:
+            block.name = name
+            block.home.cached += 1
+            block.home.news.tell(block.grant, name)
+            if self._replicas.add(name, block) == 1:
+                block.home.keep(block)
+        elif first.leases == 0:
+            first.touch()
+
+    def touch(self, prefix: Sequence[BlockHash]) -> None:
+        """Count these blocks, in the order of a prompt, as used just now; the first of them last."""
+        for depth in range(len(prefix) - 1, -1, -1):
+            for block in self._replicas.of(prefix[depth]):
+                if block.leases == 0:
+                    block.touch(depth)
+
+    # -- forgetting ---------------------------------------------------------------------------------
+
+    def discard(self, grants: Iterable[Grant]) -> int:
+        """Forget blocks that a reader found bad; they are freed when no lease names them. Returns how many."""
+        known = 0
+        for grant in grants:
+            slots = self._segments.get(grant.segment)
+            block = slots.at(grant) if slots is not None else None
+            if block is None:
+                continue  # another use of the slot: what was bad is gone
+            known += 1
+            block.home.spoiled.add(block.slot)
+            self._forget(block)
+        return known
+
+    def clear(self) -> int:
+        """Forget every block that no lease names. Returns how many."""
+        idle = [Block(slots, slot) for slots in self._segments.values() for slot in slots.idle]
+        for block in idle:
+            self._forget(block)
+        return len(idle)
+
+    def remove(self, blocks: Iterable[BlockHash]) -> int:
+        """Forget these blocks in every segment but where a lease names them; their pins end in any case. Returns
+        how many of them were there and are nowhere now."""
+        gone = 0
+        for name in blocks:
+            replicas = self._replicas.of(name)
+            for block in replicas:
+                block.home.idle.unpin(block.slot, name)
+                if block.leases == 0:
+                    self._forget(block)
+            gone += bool(replicas) and not self._replicas.count(name)
+        return gone
+
+    def _forget(self, block: Block) -> None:
+        """It has no name any more, and its slot is free if no lease names it."""
+        self._unname(block)
+        if block.leases == 0:
+            block.home.give(block)
+
+    def _unname(self, block: Block) -> None:
+        """Nobody finds this block any more, and it is idle and pinned no more."""
+        if block.name is None:
+            return
+        others = self._replicas.remove(block.name, block)
+        if len(others) == 1:
+            for last in others:
+                last.home.keep(last)
+        block.name = None
+        block.home.cached -= 1
+        block.home.idle.forget(block.slot)
+        block.home.news.tell(block.grant, b"")
+
+    # -- pins ---------------------------------------------------------------------------------------
+
+    def pin(self, blocks: Iterable[BlockHash], kind: PinKind, end: float) -> int:
+        """Pin one replica of each block of a chain until then. See Replicas.pin."""
+        return self._replicas.pin(blocks, kind, end)
+
+    def unpin(self, blocks: Sequence[BlockHash]) -> int:
+        """End the pins of these blocks. Returns how many had one."""
+        return self._replicas.unpin(blocks)
+
+    # -- counting -----------------------------------------------------------------------------------
+
+    def segment_stats(self) -> list[SegmentStats]:
+        """Counts of blocks of each segment, in the order of joining."""
+        return [slots.stats() for slots in self._segments.values()]
+
+    def catalogue(self, segment: SegmentId, after: int, limit: int) -> list[Note]:
+        """What the slots of a segment hold that come after this one, in their order."""
+        return slots.catalogue(after, limit) if (slots := self._segments.get(segment)) is not None else []
+
+    def segments(self) -> list[SegmentId]:
+        """Those that are there, in the order of joining."""
+        return [*self._segments]
+
+    def named(self) -> Iterator[tuple[BlockHash, Place, Grant]]:
+        """Every cached block: its name, its segment, and where it lies there."""
+        blocks = ((name, block) for name in self._replicas for block in self._replicas.of(name))
+        return ((name, block.home.place, block.grant) for name, block in blocks)
+
+    def check(self) -> None:
+        """Asserts every law of this file. O(all blocks)."""
+        assert self._replicas.check() == sum(slots.cached for slots in self._segments.values())
+        for slots in self._segments.values():
+            slots.check()
+        generations = [block.grant.generation for block in self._used()]
+        assert len(set(generations)) == len(generations)
+        assert max(generations, default=0) <= self._generation
+
+    def _used(self) -> Iterator[Block]:
+        return (block for slots in self._segments.values() for block in slots.used())
