@@ -16,7 +16,8 @@ from kvcache_pool.api import Acquire, Announce, Announced, Directory, Lease, new
 from kvcache_pool.geometry import Geometry
 from kvcache_pool.index import Index
 from kvcache_pool.segment import Segment
-from kvcache_pool.service import DirectoryService, SegmentService
+from kvcache_pool.segment_service import SegmentService
+from kvcache_pool.service import DirectoryService
 from protocol.blocks import BlockLayout
 from protocol.ids import BlockHash, SegmentId
 from protocol.instance import new_incarnation

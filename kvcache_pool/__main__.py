@@ -18,7 +18,8 @@ from kvcache_pool.geometry import Geometry
 from kvcache_pool.index import Index
 from kvcache_pool.publisher import Publisher
 from kvcache_pool.segment import Segment, reclaim
-from kvcache_pool.service import DirectoryService, SegmentService
+from kvcache_pool.segment_service import SegmentService
+from kvcache_pool.service import DirectoryService
 from kvcache_pool.slots import Shares
 from kvcache_pool.tiers import DiskTier, beside, disk_segment
 from protocol.blocks import BlockLayout

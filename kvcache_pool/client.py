@@ -13,8 +13,6 @@ Errors, besides ValueError and TypeError for what no pool could do: PoolFull; Le
 DeadlineExceeded when a process is away, after which the next call looks where it is now.
 """
 
-import asyncio
-import contextlib
 import socket
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -23,41 +21,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvcache_pool.api import (
-    LEASE_S,
-    TRANSFER_S_MAX,
-    Acquire,
-    Blocks,
-    Directory,
-    Lease,
     Note,
     PinKind,
-    PoolFull,
-    Priority,
     SegmentStats,
     Stats,
-    new_lease,
 )
 from kvcache_pool.buffers import Bytes, blocks_of
 from kvcache_pool.guide import Guide
+from kvcache_pool.leasing import Leasing
 from kvcache_pool.transfer.mover import PoolMover, Reach
 from protocol.blocks import BlockLayout, HashRoot, block_hashes
-from protocol.cluster import Mismatch
-from protocol.errors import DangoError
-from protocol.ids import BLOCK_HASH_BYTES, BlockHash, LeaseId, SegmentId, token_ids
+from protocol.ids import BLOCK_HASH_BYTES, BlockHash, SegmentId, token_ids
 from protocol.zmq_transport import ZmqTransport
 
 CONDUCTOR = "tcp://127.0.0.1:8002"
 """Where `dango conductor` listens unless it is told otherwise."""
-
-BATCH_BYTES = 64 << 20
-"""Moved in one go. A transfer has TRANSFER_S_MAX, which a slow network must keep; between two of them the lease is
-renewed."""
-
-RENEW_AFTER_S = (LEASE_S - TRANSFER_S_MAX) / 2
-"""A lease older than this is renewed before the next batch: it then outlasts the batch."""
-
-ACQUIRE_TRIES = 3
-"""Each needs blocks to be evicted between a lookup and the acquisition that follows at once."""
 
 Chain = Iterable[int] | Iterable[bytes]
 """Token ids, of which the full blocks are meant, or the names of blocks, each 32 bytes."""
@@ -84,14 +62,9 @@ class KVCachePool:
         self.layout = layout
         """The shape of a block."""
         self._guide = guide
-        self._mover = mover
         self._root = root
         self._host = host
-        self._near: SegmentId | None = None
-        self._owner = f"client {host}"
-        self._reached: set[SegmentId] = set()
-        """Where something was read from, so that they can be reached."""
-        self._returns: set[asyncio.Task[None]] = set()
+        self._leasing = Leasing(mover, layout, f"client {host}")
 
     @staticmethod
     @asynccontextmanager
@@ -130,7 +103,7 @@ class KVCachePool:
             mover = PoolMover(transport, host, Reach(reach))
             stack.push_async_callback(mover.aclose)
             pool = KVCachePool(guide, mover, shape, root, host)
-            stack.push_async_callback(pool._settle)
+            stack.push_async_callback(pool._leasing.settle)
             await pool._find_home()
             yield pool
 
@@ -175,29 +148,18 @@ class KVCachePool:
             there = dict(zip(names, await directory.exists(names), strict=True))
             known = [name for name, cached in there.items() if cached]
             fresh = [name for name, cached in there.items() if not cached]
-            return await self._store(directory, known, fresh, rows) if fresh else 0
-
-    async def _store(
-        self, directory: Directory, known: list[BlockHash], fresh: list[BlockHash], rows: dict[BlockHash, Bytes]
-    ) -> int:
-        """Under a lease that keeps the known ones too: room for the fresh ones is not made from them."""
-        ask = Acquire(new_lease(), self._owner, known, len(known), len(fresh), self._near)
-        async with self._leased(directory, ask) as lease:
-            missing = [*known[len(lease.of.sources) :], *fresh]  # some may have gone since
-            for batch in self._batches(len(missing)):
-                await lease.last()
-                blocks = [rows[name] for name in missing[batch]]
-                await self._mover.write_blocks(lease.of.targets[batch], blocks, Priority.STORE)
-            await directory.commit(ask.lease, list(range(len(missing))), missing)
-        return len(missing)
+            return await self._leasing.store(directory, known, fresh, rows) if fresh else 0
 
     async def get(self, chain: Chain) -> Bytes:
         """The cached prefix in a new array, bytes [blocks, layers, run_bytes], verified by checksum; perhaps none.
         `typed` shows it in the pool's type and shape."""
-        async with self._guide.directory() as directory, self._prefix(directory, self.names(chain)) as lease:
+        async with (
+            self._guide.directory() as directory,
+            self._leasing.prefix(directory, self.names(chain)) as lease,
+        ):
             count = len(lease.of.sources) if lease is not None else 0
             out = np.empty((count, self.layout.layers, self.layout.run_bytes), np.uint8)
-            good = await self._load(directory, lease, out) if lease is not None else 0
+            good = await self._leasing.load(directory, lease, out) if lease is not None else 0
         return out[:good]
 
     async def get_into(self, chain: Chain, out: object) -> int:
@@ -205,30 +167,8 @@ class KVCachePool:
         Returns how many leading blocks are good, verified by checksum; the memory after those is unspecified."""
         names = self.names(chain)
         rows = blocks_of(out, self.layout, len(names), writable=True)
-        async with self._guide.directory() as directory, self._prefix(directory, names) as lease:
-            return await self._load(directory, lease, rows) if lease is not None else 0
-
-    async def _load(self, directory: Directory, lease: "Held", rows: Blocks) -> int:
-        """Read all sources of a lease; returns how many leading ones are good.
-
-        A bad block is made forgotten, so that it can be put again; but not in a segment of which nothing could be
-        read before: it may only be out of our reach.
-        """
-        grants, done = lease.of.sources, 0
-        for batch in self._batches(len(grants)):
-            await lease.last()
-            good = await self._mover.read_blocks(grants[batch], rows[batch], Priority.LOAD)
-            self._reached.update(grant.segment for grant in grants[batch][:good])
-            done += good
-            if good < len(grants[batch]):
-                if grants[done].segment in self._reached:
-                    await directory.discard([grants[done]])
-                break
-        return done
-
-    def _batches(self, count: int) -> list[slice]:
-        step = max(1, BATCH_BYTES // self.layout.block_bytes)
-        return [slice(start, min(start + step, count)) for start in range(0, count, step)]
+        async with self._guide.directory() as directory, self._leasing.prefix(directory, names) as lease:
+            return await self._leasing.load(directory, lease, rows) if lease is not None else 0
 
     def typed(self, blocks: Bytes) -> "np.ndarray[tuple[int, ...], np.dtype[np.generic]]":
         """Bytes [blocks, layers, run_bytes] as [blocks, layers, 2, block_tokens, kv_heads, head_dim], not copied.
@@ -294,78 +234,12 @@ class KVCachePool:
         async with self._guide.directory() as directory:
             return await directory.clear()
 
-    # -- leases -------------------------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def _prefix(self, directory: Directory, names: list[BlockHash]) -> AsyncIterator["Held | None"]:
-        """Lease what is cached of a chain; None if that is nothing."""
-        async with AsyncExitStack() as stack:
-            for attempt in range(ACQUIRE_TRIES):
-                reach = (await directory.lookup(names)).reach if names else 0
-                if reach == 0:
-                    yield None
-                    return
-                ask = Acquire(new_lease(), self._owner, names[:reach], reach, 0, self._near)
-                try:
-                    held = await stack.enter_async_context(self._leased(directory, ask))
-                    break
-                except PoolFull:  # some went meanwhile, and there is no room for them
-                    if attempt == ACQUIRE_TRIES - 1:
-                        raise
-            yield held
-
-    @asynccontextmanager
-    async def _leased(self, directory: Directory, ask: Acquire) -> AsyncIterator["Held"]:
-        """Hold a lease, and give it back in any case: also if its answer was never heard."""
-        try:
-            lease = await directory.acquire(ask)
-            self._know(lease)
-            yield Held(directory, lease)
-        finally:
-            returning = asyncio.create_task(self._release(directory, ask.lease))
-            self._returns.add(returning)
-            returning.add_done_callback(self._returns.discard)
-            await asyncio.shield(returning)
-
-    async def _release(self, directory: Directory, lease: LeaseId) -> None:
-        with contextlib.suppress(DangoError):  # it then ends by itself
-            await directory.release(lease)
-
-    def _know(self, lease: Lease) -> None:
-        """Where its segments are. Raises Mismatch if their blocks are not like ours."""
-        for place in lease.places:
-            if place.layout != self.layout:
-                raise Mismatch(
-                    f"segment {place.segment} has blocks of {place.layout}, and this client {self.layout}"
-                )
-        self._mover.know(lease.places)
-
     async def _find_home(self) -> None:
         """Prefer the memory of this machine for what is put."""
         async with self._guide.directory() as directory:
             memories = [one for one in await directory.segments() if not one.on_disk]
         local = [one.segment for one in memories if one.host == self._host]
-        self._near = local[0] if local else None
-
-    async def _settle(self) -> None:
-        """Wait for leases that are being given back; each has its deadline."""
-        await asyncio.gather(*self._returns)
-
-
-class Held:
-    """A lease that is ours now."""
-
-    def __init__(self, directory: Directory, lease: Lease) -> None:
-        self.of = lease
-        self._directory = directory
-        self._since = asyncio.get_running_loop().time()
-
-    async def last(self) -> None:
-        """See to it that it outlasts one more transfer. Raises LeaseLost."""
-        now = asyncio.get_running_loop().time()
-        if now - self._since > RENEW_AFTER_S:
-            await self._directory.renew(self.of.lease)
-            self._since = now
+        self._leasing.near = local[0] if local else None
 
 
 def _require_one_way(

@@ -1,4 +1,4 @@
-"""The KVCache pool's two services over rpc: the directory, and one node's segment.
+"""The directory of the KVCache pool over rpc.
 
 Every decision of the directory is one synchronous call into the index, so none is ever half made. Waiting,
 time and logging are here; rules are not.
@@ -6,11 +6,8 @@ time and logging are here; rules are not.
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
-
-import numpy as np
 
 from kvcache_pool.api import (
     NOTES_MAX,
@@ -35,36 +32,24 @@ from kvcache_pool.api import (
     Goodbye,
     Lease,
     Lookup,
-    OpenStream,
     Pin,
-    Priority,
-    ReadLayer,
     Release,
     Remove,
     Renew,
-    Runs,
     Segments,
-    Stale,
     Stats,
     Unpin,
-    WriteLayer,
 )
 from kvcache_pool.index import Index
 from kvcache_pool.pins import PIN_S_MAX
 from kvcache_pool.publisher import Publisher
-from kvcache_pool.segment import Segment
 from kvcache_pool.slots import SLOTS_MAX
-from kvcache_pool.streams import Streams
-from kvcache_pool.transfer.copiers import Copiers, hops
-from kvcache_pool.transfer.stream import stream_host
-from kvcache_pool.transfer.wire import GENERATIONS_MAX
-from protocol.call import Answer
 from protocol.errors import BadMessage
 from protocol.ids import BLOCK_HASH_BYTES, Incarnation, SegmentId
 from protocol.message import Message
 from protocol.pause import sleep_unless_paused
 from protocol.registry import Load
-from protocol.rpc import Ask, Handler, at_once, handler
+from protocol.rpc import Handler, at_once
 
 log = logging.getLogger("dango.kvcache")
 
@@ -76,9 +61,6 @@ LEASE_S_MAX = 600.0
 
 NAME_CHARS_MAX = 256
 """Of a lease, an owner, a segment or an incarnation. The directory keeps them."""
-
-RUNS_MAX = 4096
-"""Of one message between a reader or writer and a segment; far more than its bound on bytes allows."""
 
 
 class DirectoryService:
@@ -257,70 +239,6 @@ class DirectoryService:
         if self._index.leave(message.segment, message.incarnation):
             log.info("segment %s leaves", message.segment)
         return Done()
-
-
-class SegmentService:
-    """Answers for one segment's bytes. Owns copying threads until `close`; the segment is another's."""
-
-    def __init__(self, segment: Segment, address: str = "") -> None:
-        """Streams are taken at the host of `address`; at this one for others of this host, if it is empty."""
-        self._memory = segment.memory
-        self.streams = Streams(segment.memory, stream_host(address))
-        self._layout = segment.memory.geometry.layout
-        self._copiers = Copiers()
-
-    def handlers(self) -> dict[type[Message], Handler]:
-        """For `Server`."""
-        return dict(
-            [
-                handler(ReadLayer, self._read),
-                handler(WriteLayer, self._write),
-                at_once(OpenStream, self.streams.tell),
-            ]
-        )
-
-    async def _read(self, message: ReadLayer, _: Ask) -> Answer:
-        """Send runs from where they lie; the reader verifies what arrives."""
-        self._require_shape(message.layer, message.slots, message.generations)
-        reason, frames, checksums = "", [], []
-        for slot, generation in zip(message.slots, message.generations, strict=True):
-            try:
-                self._memory.require(slot, generation)
-            except Stale as error:
-                reason = str(error)
-                break
-            frames.append(self._memory.runs[slot, message.layer].data)
-            checksums.append(int(self._memory.checksums[slot, message.layer]))
-        return Answer(Runs(len(frames), checksums, reason), frames)
-
-    async def _write(self, message: WriteLayer, ask: Ask) -> Done:
-        self._require_shape(message.layer, message.slots, message.generations)
-        if not len(ask.buffers) == len(message.checksums) == len(message.slots):
-            raise BadMessage(f"{len(message.slots)} slots, {len(ask.buffers)} buffers")
-        if any(buffer.nbytes != self._layout.run_bytes for buffer in ask.buffers):
-            raise BadMessage(f"a run has {self._layout.run_bytes} bytes")
-        for hop in hops(len(message.slots), self._layout.run_bytes):
-            await self._copiers.run(Priority.STORE, partial(self._put, message, ask.buffers, hop))
-        return Done()
-
-    def _put(self, message: WriteLayer, buffers: Sequence[memoryview], hop: slice) -> None:
-        rows = (message.slots[hop], message.generations[hop], message.checksums[hop], buffers[hop])
-        for slot, generation, expected, buffer in zip(*rows, strict=True):
-            run = np.frombuffer(buffer, np.uint8)
-            self._memory.put_verified(message.layer, slot, generation, run, expected)
-
-    def _require_shape(self, layer: int, slots: list[int], generations: list[int]) -> None:
-        if not 0 <= layer < self._layout.layers:
-            raise BadMessage(f"there is no layer {layer}")
-        if not len(slots) == len(generations) <= RUNS_MAX:
-            raise BadMessage(f"{len(slots)} slots, {len(generations)} generations")
-        if not all(0 <= generation < GENERATIONS_MAX for generation in generations):
-            raise BadMessage(f"a generation is not negative and below {GENERATIONS_MAX}")
-
-    def close(self) -> None:
-        """End the threads, and the streams."""
-        self.streams.close()
-        self._copiers.close()
 
 
 def _require_hashes(names: Iterable[bytes]) -> None:

@@ -33,7 +33,7 @@ from kvcache_pool.api import (
     new_lease,
 )
 from kvcache_pool.segment import Segment
-from kvcache_pool.service import SegmentService
+from kvcache_pool.segment_service import SegmentService
 from kvcache_pool.transfer.copiers import Copiers, hops
 from protocol.errors import DangoError
 from protocol.ids import SegmentId

@@ -25,7 +25,8 @@ from kvcache_pool.api import DirectoryLink, Mover, Stats
 from kvcache_pool.geometry import Geometry
 from kvcache_pool.index import Index
 from kvcache_pool.segment import Segment
-from kvcache_pool.service import DirectoryService, SegmentService
+from kvcache_pool.segment_service import SegmentService
+from kvcache_pool.service import DirectoryService
 from kvcache_pool.transfer.mover import PoolMover, Reach
 from prefill_pool.config import PrefillConfig
 from prefill_pool.service import PrefillService

@@ -15,7 +15,8 @@ from kvcache_pool.events import Recorder
 from kvcache_pool.geometry import Geometry
 from kvcache_pool.index import Index
 from kvcache_pool.segment import SHM, Bytes, Segment
-from kvcache_pool.service import DirectoryService, SegmentService
+from kvcache_pool.segment_service import SegmentService
+from kvcache_pool.service import DirectoryService
 from kvcache_pool.slots import Shares
 from protocol.blocks import BlockLayout
 from protocol.ids import BlockHash, Incarnation, SegmentId

@@ -15,7 +15,8 @@ from kvcache_pool.announcing import announce, place_of
 from kvcache_pool.api import DirectoryLink, Stats
 from kvcache_pool.index import Index
 from kvcache_pool.segment import SHM, Geometry, Segment
-from kvcache_pool.service import DirectoryService, SegmentService
+from kvcache_pool.segment_service import SegmentService
+from kvcache_pool.service import DirectoryService
 from kvcache_pool.slots import Shares
 from kvcache_pool.transfer.mover import PoolMover, Reach
 from protocol.ids import SegmentId

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from kvcache_pool.api import PoolFull
-from kvcache_pool.client import RENEW_AFTER_S, Cached, KVCachePool
+from kvcache_pool.client import Cached, KVCachePool
+from kvcache_pool.leasing import RENEW_AFTER_S
 from kvcache_pool.segment import Bytes
 from protocol.blocks import BlockLayout, block_hashes
 from protocol.cluster import Manifest, Mismatch
@@ -226,7 +227,7 @@ async def test_a_lease_that_grows_old_is_renewed_before_the_next_transfer(pool: 
     async with a_client(pool) as client:
         await client.put(names(1), some(1))
         loop = asyncio.get_running_loop()
-        async with client._guide.directory() as directory, client._prefix(directory, names(1)) as held:
+        async with client._guide.directory() as directory, client._leasing.prefix(directory, names(1)) as held:
             assert held is not None
             claim = pool.index._leases.find(held.of.lease)
             assert claim is not None

@@ -13,7 +13,7 @@ import pytest
 
 from kvcache_pool.api import Grant, Lease, OpenStream, Priority, Stale, StreamPort
 from kvcache_pool.segment import checksum
-from kvcache_pool.service import SegmentService
+from kvcache_pool.segment_service import SegmentService
 from kvcache_pool.streams import CONNECTIONS_MAX, Streams
 from kvcache_pool.transfer.copiers import HOP_BYTES, INLINE_BYTES, Copiers
 from kvcache_pool.transfer.copies import Span
