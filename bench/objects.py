@@ -11,6 +11,7 @@ import xxhash
 from bench.physical import RawSocket, copy_s
 from bench.pool import HOST, Pool
 from bench.report import Row, Spread, percentile
+from kvcache_pool.aligned import aligned
 from kvcache_pool.api import Grant, Priority
 from kvcache_pool.transfer.mover import PoolMover, Reach
 from protocol.blocks import BlockLayout
@@ -62,10 +63,10 @@ class Objects:
 
     def __init__(self, pool: Pool, layout: BlockLayout, grants: Sequence[Grant]) -> None:
         self.grants = grants
-        self.here: Bytes = np.full(
-            (len(grants), layout.layers, layout.run_bytes), 1, np.uint8
-        )  # every page is touched
-        self.there: Bytes = np.random.default_rng(0).integers(0, 256, self.here.shape, np.uint8)
+        self.here: Bytes = aligned(len(grants), layout.layers, layout.run_bytes)
+        self.here[:] = 1  # every page is touched
+        self.there: Bytes = aligned(*self.here.shape)
+        self.there[:] = np.random.default_rng(0).integers(0, 256, self.here.shape, np.uint8)
         self.movers = {reach: PoolMover(pool.transport, HOST, reach) for reach in (Reach.SHM, Reach.TCP)}
 
     def part(self, blocks: int, number: int) -> slice:

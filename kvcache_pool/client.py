@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvcache_pool.aligned import aligned
 from kvcache_pool.api import (
     Note,
     PinKind,
@@ -158,7 +159,7 @@ class KVCachePool:
             self._leasing.prefix(directory, self.names(chain)) as lease,
         ):
             count = len(lease.of.sources) if lease is not None else 0
-            out = np.empty((count, self.layout.layers, self.layout.run_bytes), np.uint8)
+            out = aligned(count, self.layout.layers, self.layout.run_bytes)
             good = await self._leasing.load(directory, lease, out) if lease is not None else 0
         return out[:good]
 

@@ -14,8 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-import numpy as np
-
+from kvcache_pool.aligned import aligned
 from kvcache_pool.api import TRANSFER_S_MAX, Corrupt, Grant, OpenStream, Stale, StreamPort
 from kvcache_pool.segment import Memory
 from kvcache_pool.transfer.copies import Copies
@@ -156,7 +155,7 @@ class _Connection:
         self._sock = sock
         self._copies = copies
         self._layout = layout
-        self._came = np.empty(0, np.uint8)
+        self._came = aligned(0)
         """What is written lands here first: it goes to its slots when its checksums are right."""
 
     def serve(self) -> None:
@@ -191,7 +190,7 @@ class _Connection:
         shape = (ask.units, ask.span.width, self._layout.run_bytes)
         noted, size = bytearray(CHECKSUM_BYTES * shape[0] * shape[1]), shape[0] * shape[1] * shape[2]
         if self._came.size < size:
-            self._came = np.empty(size, np.uint8)
+            self._came = aligned(size)
         came = self._came[:size]
         _to_end(receive(self._sock, [memoryview(noted), came.data], socket.MSG_WAITALL))
         answer = Answer(Status.GOOD, ask.units)

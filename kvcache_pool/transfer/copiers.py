@@ -1,8 +1,10 @@
 """The threads that copy, and the order in which they are had. Long copies never run in the event loop."""
 
 import asyncio
+import contextlib
 import heapq
 import itertools
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -90,12 +92,20 @@ class Copiers:
 
         `stop`, if given, is called when cancelled: it makes a hop that waits for others end soon.
         """
+        return (await _all_of([self._line_up(priority, copy)], stop))[0]
+
+    async def run_all(self, priority: Priority, copies: Sequence[Callable[[], T]]) -> list[T]:
+        """Run hops beside each other, as `run` does; the event loop hears of the last of them only. When all have
+        ended, raises the first error."""
+        return await _all_of([self._line_up(priority, copy) for copy in copies], None)
+
+    def _line_up(self, priority: Priority, copy: Callable[[], T]) -> Future[T]:
         work: Future[T] = Future()
         if self._closed:
             raise PeerLost("the way to this segment was closed")
         heapq.heappush(self._line, (ORDER[priority], next(self._numbers), work, copy))
         self._threads.submit(self._next)
-        return await _to_the_end(work, stop)
+        return work
 
     def _next(self) -> None:
         """In a thread: do what is most urgent now. As many of these are submitted as hops are in the line."""
@@ -148,21 +158,38 @@ def leading(cut: Sequence[slice], good: Sequence[int]) -> int:
     return done
 
 
-async def _to_the_end(work: Future[T], stop: Callable[[], None] | None) -> T:
-    """The result. Cancelled, a hop that has begun is waited for; one that has not never begins."""
-    waiting = asyncio.wrap_future(work)
+async def _all_of(works: Sequence[Future[T]], stop: Callable[[], None] | None) -> list[T]:
+    """The results. Cancelled, hops that have begun are waited for; those that have not never begin."""
+    over = _over(works)
     cancelled: asyncio.CancelledError | None = None
-    while not waiting.done():
+    while not over.done():
         try:
-            await asyncio.wait([waiting])
+            await asyncio.wait([over])
         except asyncio.CancelledError as error:
             cancelled = error
-            if work.cancel():
-                break
-            if stop is not None:
+            begun = [work for work in works if not work.cancel()]
+            if begun and stop is not None:
                 stop()
     if cancelled is not None:
-        if not waiting.cancelled() and waiting.done():
-            waiting.exception()  # seen; the cancellation goes first
         raise cancelled
-    return waiting.result()
+    return [work.result() for work in works]
+
+
+def _over(works: Sequence[Future[T]]) -> asyncio.Future[None]:
+    """Is done when all of them are."""
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[None] = loop.create_future()
+    left, lock = len(works), threading.Lock()
+
+    def count(_: Future[T]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(over.set_result, None)
+
+    for work in works:
+        work.add_done_callback(count)
+    return over

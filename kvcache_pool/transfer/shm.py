@@ -7,7 +7,7 @@ from functools import partial
 from kvcache_pool.api import Grant, Place, Priority, Tier
 from kvcache_pool.geometry import Geometry
 from kvcache_pool.segment import Memory
-from kvcache_pool.transfer.copiers import INLINE_BYTES, Copiers, hops, leading, together
+from kvcache_pool.transfer.copiers import INLINE_BYTES, Copiers, hops, leading
 from kvcache_pool.transfer.copies import Copies, Span, Units
 from protocol.errors import PeerLost
 
@@ -39,7 +39,7 @@ class ShmRoute:
         def hop(part: slice) -> int:
             return self._copies.get(span, grants[part], units, rows[part])
 
-        return leading(cut, await together([self._copiers.run(priority, partial(hop, part)) for part in cut]))
+        return leading(cut, await self._copiers.run_all(priority, [partial(hop, part) for part in cut]))
 
     async def write(
         self, span: Span, grants: Sequence[Grant], units: Units, rows: Sequence[int], priority: Priority
@@ -54,7 +54,7 @@ class ShmRoute:
         def hop(part: slice) -> None:
             self._copies.put(span, grants[part], units, rows[part])
 
-        await together([self._copiers.run(priority, partial(hop, part)) for part in cut])
+        await self._copiers.run_all(priority, [partial(hop, part) for part in cut])
 
     def _short(self, span: Span, grants: Sequence[Grant]) -> bool:
         """What may be copied in the event loop. Not what lies on a disk: its pages may have to be read first."""

@@ -1,5 +1,6 @@
 """Processes that come and go around a pool that stays, and processes that do not fit."""
 
+import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvcache_pool.api import ANNOUNCE_EVERY_S
-from kvcache_pool.tiers import IDLE_S, PACE_S
+from kvcache_pool.client import KVCachePool
 from tests.engine.referee import a_prompt
 from tests.service.by_hand import ByHand
 from tests.service.client import cached, text_of
@@ -36,6 +37,16 @@ TOKENS = 30
 
 def used(cluster: ByHand) -> float:
     return cluster.client.at_rest()["dango:blocks/kvcache/used"]
+
+
+def saved(cluster: ByHand) -> int:
+    """Blocks on disks."""
+
+    async def ask() -> int:
+        async with KVCachePool.connect(cluster.control) as pool:
+            return (await pool.stats()).disk_cached
+
+    return asyncio.run(ask())
 
 
 def test_a_block_has_one_name_in_every_process(cluster: ByHand) -> None:
@@ -106,7 +117,9 @@ def test_the_disk_tier_survives_what_memory_does_not(cluster: ByHand, tmp_path: 
     cluster.kvcache(*disk)
     cluster.until_up(prefill=1, decode=1, kvcache=1)
     before = cluster.client.complete(PROMPT, TOKENS)
-    time.sleep(IDLE_S + PACE_S + 3 * ANNOUNCE_EVERY_S)  # saved, and noted
+    blocks = (len(PROMPT) + TOKENS - 1) // 16
+    until(lambda: saved(cluster) == blocks, READY_S)
+    time.sleep(4 * ANNOUNCE_EVERY_S)  # noted
     for name in [*cluster.programs]:
         cluster.kill(name)
     cluster.conductor()
@@ -114,12 +127,13 @@ def test_the_disk_tier_survives_what_memory_does_not(cluster: ByHand, tmp_path: 
     cluster.compute("prefill", "prefill-0")
     cluster.compute("decode", "decode-0")
     cluster.until_up(prefill=1, decode=1, kvcache=1)
+    until(lambda: saved(cluster) == blocks, READY_S)
     assert used(cluster) == 0
     for times_read in (1, 2, 3):
         after = cluster.client.complete(PROMPT, TOKENS)
         assert (cached(after), text_of(after)) == (CACHED, text_of(before)), times_read
     until(lambda: used(cluster) >= CACHED / 16, READY_S)  # what is used twice is in memory again
-    assert used(cluster) <= (len(PROMPT) + TOKENS - 1) // 16
+    assert used(cluster) <= blocks
 
 
 def test_an_instance_that_does_not_fit_is_told_why_and_ends(cluster: ByHand, tmp_path: Path) -> None:
