@@ -11,6 +11,7 @@ import pytest
 
 from simulator.experiments import faults as experiment
 from simulator.faults import LASTS_S, Kind, script_of
+from simulator.parallel import in_order
 from simulator.trial import try_seed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,15 +29,24 @@ def quiet() -> None:
     logging.getLogger("dango").setLevel(logging.ERROR)
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
-def test_every_truth_holds_whatever_goes_wrong(first: int) -> None:
-    endings: Counter[str] = Counter()
+def test_every_truth_holds_whatever_goes_wrong() -> None:
+    """In as many processes as there are cores, a minute or two of each."""
+    chunks = {f"from seed {first}": first for first in range(0, SEEDS, CHUNK)}
+    for endings, broken in in_order(try_chunk, chunks, os.cpu_count() or 1, print):
+        assert not broken, "\n".join(broken)
+        assert endings["finished"] > endings.total() / 3, "there is too little left that could go wrong"
+
+
+def try_chunk(first: int) -> tuple[Counter[str], list[str]]:
+    """How the requests of these seeds ended, and what was not true."""
+    logging.getLogger("dango").setLevel(logging.ERROR)
+    endings, broken = Counter[str](), list[str]()
     for seed in range(first, first + CHUNK):
         result = try_seed(seed)
         endings += result.endings
-        told = "\n  ".join(result.broken)
-        assert not result.broken, f"replay it with: dango sim faults --seed {seed}\n  {told}"
-    assert endings["finished"] > endings.total() / 3, "there is too little left that could go wrong"
+        if result.broken:
+            broken.append("\n  ".join([f"replay it with: dango sim faults --seed {seed}", *result.broken]))
+    return endings, broken
 
 
 def test_a_seed_gives_the_same_messages_at_the_same_times_in_every_process() -> None:
