@@ -91,16 +91,20 @@ async def announce(
 
 
 async def announce_once(client: Client, segment: Catalogued, place: Place, noted: int) -> int:
-    """One announcement, and what its answer asks for. Returns the number of the last news that are noted down."""
-    answer = await client.call(Announce(place, segment.generation, noted), Announced, within_s=DIRECTORY_S)
-    if answer.joined:
-        await _bring_catalogue(client, segment, place)
-    try:
-        for note in answer.news:
-            segment.note(note)
-    except ValueError as error:
-        raise BadMessage(f"{client.address} tells news of another segment: {error}") from error
-    return answer.number
+    """One announcement, and what its answer asks for; another at once, if the directory waits to hear that its
+    news are noted. Returns the number of the last of these."""
+    while True:
+        answer = await client.call(Announce(place, segment.generation, noted), Announced, within_s=DIRECTORY_S)
+        if answer.joined:
+            await _bring_catalogue(client, segment, place)
+        try:
+            for note in answer.news:
+                segment.note(note)
+        except ValueError as error:
+            raise BadMessage(f"{client.address} tells news of another segment: {error}") from error
+        noted = answer.number
+        if not answer.more:
+            return noted
 
 
 async def _bring_catalogue(client: Client, segment: Catalogued, place: Place) -> None:

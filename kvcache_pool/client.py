@@ -226,12 +226,13 @@ class KVCachePool:
 
     async def remove(self, chain: Chain) -> int:
         """Forget these blocks in all segments, pinned or not; but not those that somebody reads or writes now.
-        Returns how many were forgotten."""
+        Returns how many were forgotten. Raises Unconfirmed, as `clear` does."""
         async with self._guide.directory() as directory:
             return await directory.remove(self.names(chain))
 
     async def clear(self) -> int:
-        """Forget every block of every client that nobody reads or writes now. Returns how many."""
+        """Forget every block of every client that nobody reads or writes now. Returns how many. Raises Unconfirmed
+        if they are forgotten, and a segment that dies now may yet bring them back."""
         async with self._guide.directory() as directory:
             return await directory.clear()
 

@@ -23,6 +23,15 @@ class News:
     def __len__(self) -> int:
         return len(self._latest)
 
+    @property
+    def number(self) -> int:
+        """Of the last piece."""
+        return self._number
+
+    def noted(self, number: int) -> bool:
+        """Whether the segment has noted all that is true of the pieces up to this one."""
+        return not self._latest or next(iter(self._latest.values()))[0] > number
+
     def tell(self, grant: Grant, name: bytes) -> None:
         """This use of a slot holds that block now, or (an empty name) none that should be found."""
         self._number += 1

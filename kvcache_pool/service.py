@@ -6,10 +6,11 @@ time and logging are here; rules are not.
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from kvcache_pool.api import (
+    NOTED_S,
     NOTES_MAX,
     Acquire,
     Announce,
@@ -38,6 +39,7 @@ from kvcache_pool.api import (
     Renew,
     Segments,
     Stats,
+    Unconfirmed,
     Unpin,
 )
 from kvcache_pool.index import Index
@@ -49,7 +51,7 @@ from protocol.ids import BLOCK_HASH_BYTES, Incarnation, SegmentId
 from protocol.message import Message
 from protocol.pause import sleep_unless_paused
 from protocol.registry import Load
-from protocol.rpc import Handler, at_once
+from protocol.rpc import Ask, Handler, at_once, handler
 
 log = logging.getLogger("dango.kvcache")
 
@@ -73,6 +75,10 @@ class DirectoryService:
         self._untold: dict[SegmentId, Incarnation] = {}
         """Segments that have joined and not brought their catalogue yet. As few as names of segments."""
         self._publisher = publisher
+        self._waiting = 0
+        """Calls that wait for segments."""
+        self._stirred = asyncio.Event()
+        """A segment has told something, or has been given up."""
 
     def handlers(self) -> dict[type[Message], Handler]:
         """For `Server`."""
@@ -86,10 +92,10 @@ class DirectoryService:
                 at_once(GetDue, self._due),
                 at_once(Release, self._release),
                 at_once(Discard, self._discard),
-                at_once(Clear, self._clear),
+                handler(Clear, self._clear),
                 at_once(Pin, self._pin),
                 at_once(Unpin, self._unpin),
-                at_once(Remove, self._remove),
+                handler(Remove, self._remove),
                 at_once(GetStats, self._stats),
                 at_once(GetSegments, self._segments),
                 at_once(Announce, self._announce),
@@ -112,6 +118,7 @@ class DirectoryService:
                 log.warning("lease %s of %s expired unreleased", claim.lease, claim.owner)
             for segment in self._index.silent(now):
                 log.warning("segment %s is silent: its blocks are given up", segment)
+            self._stirred.set()
             self._index.trim()
             if self._publisher is not None:
                 self._publisher.publish()
@@ -175,12 +182,50 @@ class DirectoryService:
         log.warning("%d blocks were found bad and are forgotten", count)
         return Done()
 
-    def _clear(self, _message: Clear) -> Cleared:
-        count = self._index.clear()
-        left = self._index.stats()
-        if self._publisher is not None and not left.cached + left.disk_cached:
-            self._publisher.events.cleared()
-        return Cleared(count)
+    async def _clear(self, _message: Clear, _: Ask) -> Cleared:
+        def clear() -> int:
+            count = self._index.clear()
+            left = self._index.stats()
+            if self._publisher is not None and not left.cached + left.disk_cached:
+                self._publisher.events.cleared()
+            return count
+
+        return Cleared(await self._forget(clear))
+
+    async def _forget(self, forget: Callable[[], int]) -> int:
+        """Forget blocks, and wait until the segments have noted it down: until then, the next life of one that is
+        killed would bring them back. So would the catalogue of one that has just joined: it is heard first.
+        Returns how many. Raises Unconfirmed."""
+        end = _now() + NOTED_S
+        await self._until(lambda: not self._unheard(), end)
+        silent, before = self._unheard(), self._index.told()
+        count = forget()
+        if self._publisher is not None:
+            self._publisher.publish()
+        told = [one for one in self._index.told() if one not in before]
+        await self._until(lambda: all(slots.left or slots.news.noted(last) for slots, last in told), end)
+        silent += [slots.place.segment for slots, last in told if not slots.news.noted(last)]
+        if silent:
+            who = ", ".join(dict.fromkeys(silent))
+            raise Unconfirmed(f"forgotten blocks: {count}; {who} did not confirm it, and may bring them back")
+        return count
+
+    def _unheard(self) -> list[SegmentId]:
+        """Segments that are there and have yet to bring their catalogue."""
+        return [segment for segment in self._index.segments() if segment in self._untold]
+
+    async def _until(self, look: Callable[[], bool], end: float) -> None:
+        """Wait for what segments tell, until then at the longest."""
+        self._waiting += 1
+        try:
+            async with asyncio.timeout_at(end):
+                while not look():
+                    self._stirred.clear()
+                    await self._stirred.wait()
+        except TimeoutError:
+            return
+        finally:
+            self._waiting -= 1
 
     def _pin(self, message: Pin) -> Counted:
         if not 0.0 < message.for_s <= PIN_S_MAX:
@@ -190,8 +235,8 @@ class DirectoryService:
     def _unpin(self, message: Unpin) -> Counted:
         return Counted(self._index.unpin(message.blocks))
 
-    def _remove(self, message: Remove) -> Counted:
-        return Counted(self._index.remove(message.blocks))
+    async def _remove(self, message: Remove, _: Ask) -> Counted:
+        return Counted(await self._forget(lambda: self._index.remove(message.blocks)))
 
     def _segments(self, _message: GetSegments) -> Segments:
         return Segments(self._index.segment_stats())
@@ -215,7 +260,9 @@ class DirectoryService:
             self._untold[place.segment] = place.incarnation
         joined = self._untold.get(place.segment) == place.incarnation
         news, number = self._index.news(place.segment, 0 if joined else message.noted)
-        return Announced(joined, news, number)
+        self._stirred.set()
+        more = bool(news) and (self._waiting > 0 or len(news) == NOTES_MAX)
+        return Announced(joined, news, number, more)
 
     def _catalogue(self, message: Catalogue) -> Counted:
         if len(message.notes) > NOTES_MAX:
@@ -224,6 +271,7 @@ class DirectoryService:
         count = self._index.adopt(message.segment, message.incarnation, message.notes)
         if message.last and self._untold.get(message.segment) == message.incarnation:
             del self._untold[message.segment]
+            self._stirred.set()
         log.info("segment %s brings %d blocks, of %d noted", message.segment, count, len(message.notes))
         return Counted(count)
 
@@ -238,6 +286,7 @@ class DirectoryService:
     def _goodbye(self, message: Goodbye) -> Done:
         if self._index.leave(message.segment, message.incarnation):
             log.info("segment %s leaves", message.segment)
+            self._stirred.set()
         return Done()
 
 

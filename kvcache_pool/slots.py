@@ -204,6 +204,11 @@ class Slots:
         self.cached += len(taken)
         return [Block(self, note.slot) for note in notes if taken.get(note.slot) is note]
 
+    def refuse(self, note: Note) -> None:
+        """The segment shall forget what it has noted, unless the slot has been named anew."""
+        if 0 <= note.slot < self.place.slots and self.names[note.slot] is None:
+            self.news.tell(Grant(self.place.segment, note.slot, note.generation), b"")
+
     def count_reading(self, slot: int) -> None:
         """On a disk: at the second time the block is worth a place in memory."""
         if not self.on_disk:

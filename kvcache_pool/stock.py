@@ -45,6 +45,7 @@ class Stock:
         self._replicas = Replicas(recorder or Recorder())
         self._lives = Lives()
         self._evicted = 0
+        self._cleared = 0  # the highest generation when all was forgotten
 
     # -- segments -----------------------------------------------------------------------------------
 
@@ -70,14 +71,22 @@ class Stock:
         """What a segment has yet to note down of its slots, after that number; and the number of the last."""
         return self._segments[segment].news.since(noted)
 
+    def told(self) -> list[tuple[Slots, int]]:
+        """How far the news of each segment go by now."""
+        return [(slots, slots.news.number) for slots in self._segments.values()]
+
     def adopt(self, segment: SegmentId, incarnation: Incarnation, notes: Sequence[Note]) -> int:
         """A segment that has just joined holds these blocks, the first to be evicted first. Returns how many are
-        cached by this: not those whose slot has a new use already, nor a name that the segment has already."""
+        cached by this: not those whose slot has a new use already, nor a name that the segment has already, nor
+        what was cleared, of which the segment is told."""
         slots = self._segments.get(segment)
         if slots is None or slots.place.incarnation != incarnation:
             return 0
         good: dict[bytes, Note] = {}
         for note in notes:
+            if 0 < note.generation <= self._cleared:
+                slots.refuse(note)
+                continue
             old = 0 < note.generation <= self._generation - GENERATIONS_A_JOIN
             if old and in_segment(slots, self._replicas.of(BlockHash(note.name))) is None:
                 good[note.name] = note
@@ -183,7 +192,9 @@ class Stock:
         return known
 
     def clear(self) -> int:
-        """Forget every block that no lease names. Returns how many."""
+        """Forget every block that no lease names, also those that a segment will bring which is away now. Returns
+        how many."""
+        self._cleared = self._generation
         idle = [Block(slots, slot) for slots in self._segments.values() for slot in slots.idle]
         for block in idle:
             self._forget(block)

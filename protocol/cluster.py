@@ -6,7 +6,7 @@ from protocol.blocks import BlockLayout, HashRoot
 from protocol.errors import RemoteError
 from protocol.message import Message
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Raised when messages change in a way that an older process would misread."""
 
 

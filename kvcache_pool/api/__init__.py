@@ -14,7 +14,7 @@ first commit gets the name, the others' copies stay private to their lease and g
 """
 
 from kvcache_pool.api.client import Directory, DirectoryLink
-from kvcache_pool.api.deadlines import ANNOUNCE_EVERY_S, DIRECTORY_S, LEASE_S, TRANSFER_S_MAX
+from kvcache_pool.api.deadlines import ANNOUNCE_EVERY_S, DIRECTORY_S, LEASE_S, NOTED_S, TRANSFER_S_MAX
 from kvcache_pool.api.directory import (
     NOTES_MAX,
     Acquire,
@@ -54,18 +54,19 @@ from kvcache_pool.api.directory import (
     Unpin,
     new_lease,
 )
-from kvcache_pool.api.errors import Corrupt, LeaseLost, PoolFull, Stale
+from kvcache_pool.api.errors import Corrupt, LeaseLost, PoolFull, Stale, Unconfirmed
 from kvcache_pool.api.mover import Blocks, Mover, Priority
 from kvcache_pool.api.segment import OpenStream, ReadLayer, Runs, StreamPort, WriteLayer
 
 # fmt: off
 __all__ = [
-    "ANNOUNCE_EVERY_S", "DIRECTORY_S", "LEASE_S", "NOTES_MAX", "TRANSFER_S_MAX", "Acquire",
-    "Announce", "Announced", "Blocks", "Catalogue", "Clear", "Cleared", "Commit", "Copy", "Corrupt",
-    "Counted", "Directory", "DirectoryLink", "Discard", "Done", "Due", "Existing", "Exists",
-    "Found", "GetCatalogue", "GetDue", "GetSegments", "GetStats", "Goodbye", "Grant", "Lease",
-    "LeaseLost", "Lookup", "Mover", "Note", "OpenStream", "Pin", "PinKind", "Place", "PoolFull",
-    "Priority", "ReadLayer", "Release", "Remove", "Renew", "Runs", "SegmentStats", "Segments",
-    "Stale", "Stats", "StreamPort", "Tier", "Unpin", "WriteLayer", "new_lease",
+    "ANNOUNCE_EVERY_S", "DIRECTORY_S", "LEASE_S", "NOTED_S", "NOTES_MAX", "TRANSFER_S_MAX",
+    "Acquire", "Announce", "Announced", "Blocks", "Catalogue", "Clear", "Cleared", "Commit", "Copy",
+    "Corrupt", "Counted", "Directory", "DirectoryLink", "Discard", "Done", "Due", "Existing",
+    "Exists", "Found", "GetCatalogue", "GetDue", "GetSegments", "GetStats", "Goodbye", "Grant",
+    "Lease", "LeaseLost", "Lookup", "Mover", "Note", "OpenStream", "Pin", "PinKind", "Place",
+    "PoolFull", "Priority", "ReadLayer", "Release", "Remove", "Renew", "Runs", "SegmentStats",
+    "Segments", "Stale", "Stats", "StreamPort", "Tier", "Unconfirmed", "Unpin", "WriteLayer",
+    "new_lease",
 ]
 # fmt: on

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvcache_pool.api.deadlines import DIRECTORY_S
+from kvcache_pool.api.deadlines import DIRECTORY_S, NOTED_S
 from kvcache_pool.api.directory import (
     Acquire,
     Catalogue,
@@ -95,8 +95,8 @@ class Directory:
         return await self._client.call(GetDue(segment, limit), Due, within_s=DIRECTORY_S)
 
     async def clear(self) -> int:
-        """Forget every block that no lease names; returns how many."""
-        return (await self._client.call(Clear(), Cleared, within_s=DIRECTORY_S)).blocks
+        """Forget every block that no lease names, for good; returns how many. Raises Unconfirmed."""
+        return (await self._client.call(Clear(), Cleared, within_s=NOTED_S + DIRECTORY_S)).blocks
 
     async def pin(self, blocks: list[BlockHash], kind: PinKind, for_s: float) -> int:
         """Keep blocks for `for_s` seconds; returns how many of the unbroken prefix are pinned now."""
@@ -107,8 +107,8 @@ class Directory:
         return (await self._client.call(Unpin(blocks), Counted, within_s=DIRECTORY_S)).blocks
 
     async def remove(self, blocks: list[BlockHash]) -> int:
-        """Forget these blocks, but for those that a lease names; returns how many."""
-        return (await self._client.call(Remove(blocks), Counted, within_s=DIRECTORY_S)).blocks
+        """Forget these blocks for good, but for those that a lease names; how many. Raises Unconfirmed."""
+        return (await self._client.call(Remove(blocks), Counted, within_s=NOTED_S + DIRECTORY_S)).blocks
 
     async def segments(self) -> list[SegmentStats]:
         """Counts of blocks of each segment, in the order of joining."""

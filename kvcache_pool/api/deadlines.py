@@ -7,6 +7,10 @@ writer gives up before its blocks can go to somebody else."""
 DIRECTORY_S = 5.0
 """The deadline of a call to the directory, which answers from memory in well under a millisecond."""
 
+NOTED_S = 10.0
+"""How long who forgets blocks waits for the segments to note it: ages, unless there are millions of them. A
+segment that has died is given up sooner."""
+
 ANNOUNCE_EVERY_S = 0.5
 """How often a segment tells the directory that it is there."""
 

@@ -66,6 +66,8 @@ class Announced(Message):
     """What has changed since the last that the segment noted, the oldest first, at most NOTES_MAX."""
     number: int
     """Of the last of `news`."""
+    more: bool = False
+    """Whether the segment should tell at once that it has noted this: there is more, or somebody waits for it."""
 
 
 class Catalogue(Message):
@@ -236,7 +238,8 @@ class Discard(Message):
 
 
 class Clear(Message):
-    """Forget every block that no lease names. Answered by Cleared."""
+    """Forget every block that no lease names; also those that a segment brings which is away now. Answered by
+    Cleared when all segments have noted it, so that it holds for their next lives too; or Unconfirmed."""
 
 
 class Cleared(Message):
@@ -268,7 +271,8 @@ class Unpin(Message):
 
 
 class Remove(Message):
-    """Forget these blocks, wherever they are, pinned or not; not those that a lease names. Answered by Counted."""
+    """Forget these blocks, wherever they are, pinned or not; not those that a lease names. Answered by Counted
+    when the segments have noted it; or Unconfirmed."""
 
     blocks: list[BlockHash]
 

@@ -15,6 +15,13 @@ class LeaseLost(RemoteError):
     kind = "lease_lost"
 
 
+class Unconfirmed(RemoteError):
+    """Blocks are forgotten, and can be found no more; but a segment did not say that it has noted it down, so its
+    next life may bring them back."""
+
+    kind = "unconfirmed"
+
+
 class Stale(RemoteError):
     """A slot has another generation than the grant says: it was reused. Nothing was read or written."""
 

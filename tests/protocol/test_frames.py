@@ -21,11 +21,11 @@ GOOD = [PROTOCOL_VERSION, 1, 7, 2.5, "Poke", {"number": 3}]
 
 def test_golden_bytes() -> None:
     """What an older process understands. They may change only together with PROTOCOL_VERSION."""
-    assert PROTOCOL_VERSION == 4
+    assert PROTOCOL_VERSION == 5
     call = encode(Kind.CALL, 7, Poke(3, "x"), 2.5)
-    assert call.hex() == "96040107cb4004000000000000a4506f6b6582a66e756d62657203a474657874a178"
-    assert encode(Kind.CANCEL, 300).hex() == "960402cd012cc0a0c0"
-    assert encode_error(1, "busy", "no").hex() == "96040601c0a462757379a26e6f"
+    assert call.hex() == "96050107cb4004000000000000a4506f6b6582a66e756d62657203a474657874a178"
+    assert encode(Kind.CANCEL, 300).hex() == "960502cd012cc0a0c0"
+    assert encode_error(1, "busy", "no").hex() == "96050601c0a462757379a26e6f"
 
 
 @given(
