@@ -6,7 +6,8 @@ from kvcache_pool.api import Place
 from protocol.ids import Incarnation, SegmentId
 
 SLOTS_MAX = 1 << 23
-"""Of all segments together: terabytes of KV. Each slot costs the directory memory, so more is refused."""
+"""Of all segments together: terabytes of KV. Each slot costs the directory memory, so more is refused. What claims
+more alone has a wrong layout, or lies."""
 
 LIVES_MAX = 16
 """Incarnations of a segment that are remembered, should an earlier one wake up and announce itself."""
@@ -29,6 +30,8 @@ class Lives:
         segment = place.segment
         if any(other.layout != place.layout for other in others):
             raise ValueError(f"segment {segment} has another layout than the others: {place.layout}")
+        if place.slots < 1:
+            raise ValueError(f"segment {segment} has {place.slots} slots; it must have one at least")
         if place.slots + sum(other.slots for other in others) > SLOTS_MAX:
             raise ValueError(f"segment {segment} has {place.slots} slots; all together may have {SLOTS_MAX}")
         if segment not in self._of and len(self._of) >= NAMES_MAX:

@@ -45,7 +45,6 @@ from kvcache_pool.api import (
 from kvcache_pool.index import Index
 from kvcache_pool.pins import PIN_S_MAX
 from kvcache_pool.publisher import Publisher
-from kvcache_pool.slots import SLOTS_MAX
 from protocol.errors import BadMessage
 from protocol.ids import BLOCK_HASH_BYTES, Incarnation, SegmentId
 from protocol.message import Message
@@ -247,8 +246,6 @@ class DirectoryService:
     def _announce(self, message: Announce) -> Announced:
         place = message.place
         _require_names(place.segment, place.incarnation)
-        if not 1 <= place.slots <= SLOTS_MAX:
-            raise BadMessage(f"segment {place.segment} announces {place.slots} slots")
         if not 0 <= message.generation < 1 << 63:
             raise BadMessage(f"segment {place.segment} announces generation {message.generation}")
         try:

@@ -17,10 +17,6 @@ from kvcache_pool.names import where
 from kvcache_pool.news import News
 from protocol.ids import BlockHash
 
-SLOTS_MAX = 1 << 24
-"""Of one segment: 16 million blocks. What claims more has a wrong layout, or lies; its tables would fill our
-memory."""
-
 
 @dataclass(unsafe_hash=True, slots=True)
 class Block:
@@ -137,7 +133,10 @@ class Slots:
         """Slots on a disk that have been read once."""
         self.news = News()
         """What the segment has yet to note down."""
-        self._free = array("I", range(count - 1, -1, -1))  # taken from the end: low numbers first
+        self._free = count
+        self._vacant = array("I", range(count - 1, -1, -1))
+        """The free slots, and some that were adopted since: these are passed over. Taken from the end: low numbers
+        first."""
 
     @property
     def on_disk(self) -> bool:
@@ -147,12 +146,12 @@ class Slots:
     @property
     def free(self) -> int:
         """Slots that hold nothing."""
-        return len(self._free)
+        return self._free
 
     @property
     def room(self) -> int:
         """Slots that can be had, if need be by evicting."""
-        return len(self._free) + self.idle.evictable
+        return self._free + self.idle.evictable
 
     @property
     def excess(self) -> int:
@@ -186,7 +185,10 @@ class Slots:
 
     def take(self, generation: int, copy: bool) -> Block:
         """Put a free slot to use, reserved for one lease."""
-        slot = self._free.pop()
+        slot = self._vacant.pop()
+        while self.generations[slot]:
+            slot = self._vacant.pop()
+        self._free -= 1
         self.generations[slot] = generation
         self.leases[slot] = 1
         if copy:
@@ -194,10 +196,10 @@ class Slots:
         return Block(self, slot)
 
     def adopt(self, notes: Sequence[Note]) -> list[Block]:
-        """Put free slots to the use that they have been noted for, cached; the others' notes are old. O(slots)."""
-        free = set(self._free)
-        taken = {note.slot: note for note in reversed(notes) if note.slot in free}
-        self._free = array("I", [slot for slot in self._free if slot not in taken])
+        """Put free slots to the use that they have been noted for, cached; the others' notes are old. O(notes)."""
+        slots, generations = self.place.slots, self.generations
+        taken = {n.slot: n for n in reversed(notes) if 0 <= n.slot < slots and not generations[n.slot]}
+        self._free -= len(taken)
         for slot, note in taken.items():
             self.generations[slot] = note.generation
             self.names[slot] = BlockHash(note.name)
@@ -224,7 +226,12 @@ class Slots:
         self.read.discard(block.slot)
         self.spoiled.discard(block.slot)
         self.copy_slots.discard(block.slot)
-        self._free.append(block.slot)
+        self._free += 1
+        if len(self._vacant) < 2 * self.place.slots:
+            self._vacant.append(block.slot)
+        else:  # after as many adoptions as there are slots
+            slots = range(self.place.slots - 1, -1, -1)
+            self._vacant = array("I", (slot for slot in slots if not self.generations[slot]))
 
     def keep(self, block: Block) -> None:
         """No other segment has this block any more, so it is no copy."""
@@ -251,7 +258,9 @@ class Slots:
         """Asserts that no slot is lost or doubled, and that `idle` and `cached` are what they say."""
         used = list(self.used())
         slots = {block.slot for block in used}
-        assert sorted([*self._free, *slots]) == list(range(self.place.slots))
+        assert slots.union(self._vacant) == set(range(self.place.slots))
+        assert self.free + len(slots) == self.place.slots
+        assert len(self._vacant) <= 2 * self.place.slots
         assert self.copy_slots | self.spoiled | self.read | self.due.keys() <= slots
         assert self.copies <= self.copies_max
         named = {block.slot for block in used if block.name is not None}

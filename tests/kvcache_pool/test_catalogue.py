@@ -1,9 +1,11 @@
 """What a segment notes down, and what a directory that knows nothing makes of it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from array import array
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -217,3 +219,51 @@ async def test_a_lost_answer_does_not_lose_the_catalogue(pool: Pool) -> None:
         told = await client.call(Announce(place, segment.generation), Announced, within_s=5.0)
         assert not told.joined
     await mover.aclose()
+
+
+class Watched(array):  # type: ignore[type-arg]
+    """An array that counts how many of its elements were looked at."""
+
+    looks = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        Watched.looks += 1
+        return super().__getitem__(at)
+
+    def pop(self, at: int = -1) -> Any:
+        Watched.looks += 1
+        return super().pop(at)
+
+    def __iter__(self) -> Iterator[Any]:
+        Watched.looks += len(self)
+        return super().__iter__()
+
+
+def test_a_catalogue_costs_what_its_notes_cost_and_not_what_the_segment_has() -> None:
+    """In each of its parts; and so does finding afterwards what is free."""
+    slots, parts = 1 << 20, 8
+    index = Index()
+    index.announce(a_place(slots=slots), slots, 0.0)
+    tables = index._segments[KV]
+    for table in ("generations", "_vacant", "leases"):
+        setattr(tables, table, Watched("Q", getattr(tables, table)))
+    Watched.looks = 0
+    for start in range(0, parts * NOTES_MAX, NOTES_MAX):
+        part = [a_note(slot, slot + 1, slot) for slot in range(start, start + NOTES_MAX)]
+        assert index.adopt(KV, Incarnation("a"), part) == NOTES_MAX
+    lease = index.acquire(an_ask([], unnamed=NOTES_MAX), 0.0)
+    assert {grant.slot for grant in lease.targets} == {parts * NOTES_MAX + number for number in range(NOTES_MAX)}
+    assert parts * NOTES_MAX < Watched.looks < 8 * parts * NOTES_MAX < slots
+
+
+def test_slots_that_are_adopted_again_and_again_leave_nothing() -> None:
+    """As by a segment that lies: it brings the same catalogue whenever its blocks have gone."""
+    index, _ = an_old_index([])
+    notes = [a_note(slot, 5 + slot, slot) for slot in range(3)]
+    for _ in range(20):
+        assert index.adopt(KV, Incarnation("a"), notes) == 3
+        index.check()
+        assert index.remove(names(0, 1, 2)) == 3
+        index.check()
+    assert len(index.acquire(an_ask(names(7, 8, 9, 10)), 0.0).targets) == 4
+    index.check()
