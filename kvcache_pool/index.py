@@ -123,10 +123,15 @@ class Index(Stock):
         return overdue
 
     def _let_go(self, blocks: list[Block], before: int = 0) -> None:
+        tiered = self._replicas.tiered
         for position in range(len(blocks) - 1, -1, -1):  # the front of a prefix becomes the last to be evicted
             block = blocks[position]
             home, slot = block.home, block.slot
             home.leases[slot] -= 1
+            if tiered and home.names[slot] is not None and not home.on_disk and not home.left:
+                for saved in self._replicas.saved(block):  # what is hot in memory stays on disk
+                    if saved.leases == 0:
+                        saved.touch(before + position)
             if home.leases[slot] == 0 and not home.left:
                 name = home.names[slot]
                 if name is not None:

@@ -24,6 +24,11 @@ class Replicas:
         """All names."""
         return iter(self._names)
 
+    @property
+    def tiered(self) -> bool:
+        """Whether there is a disk."""
+        return self._disks > 0
+
     def join(self, slots: Slots) -> None:
         """A segment is there, and holds nothing yet."""
         self._homes[slots.number] = slots
@@ -97,6 +102,16 @@ class Replicas:
             chosen.append(block)
             last = block.home
         return chosen
+
+    def saved(self, block: Block) -> list[Block]:
+        """Where disks have what this block in memory holds. To be called when it was used: if none has it any
+        more, it is due again, so that a disk too small for all has what is used."""
+        name = block.name
+        assert name is not None, "what has no name is saved nowhere"
+        found = [one for one in self.of(name) if one.home.on_disk]
+        if not found:
+            block.home.due[block.slot] = None
+        return found
 
     def pin(self, blocks: Iterable[BlockHash], kind: PinKind, end: float) -> int:
         """From the front of a chain to the first that is not cached or would be a hard pin too many; what pin it

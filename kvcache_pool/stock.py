@@ -171,10 +171,13 @@ class Stock:
 
     def touch(self, prefix: Sequence[BlockHash]) -> None:
         """Count these blocks, in the order of a prompt, as used just now; the first of them last."""
+        tiered = self._replicas.tiered
         for depth in range(len(prefix) - 1, -1, -1):
             for block in self._replicas.of(prefix[depth]):
                 if block.leases == 0:
                     block.touch(depth)
+                if tiered and not block.home.on_disk:
+                    self._replicas.saved(block)
 
     # -- forgetting ---------------------------------------------------------------------------------
 

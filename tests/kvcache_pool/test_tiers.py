@@ -58,6 +58,10 @@ def read(index: Index, *numbers: int) -> Lease:
     return lease
 
 
+def on(index: Index, segment: SegmentId) -> set[int]:
+    return {int.from_bytes(name, "big") for name, place, _ in index.named() if place.segment == segment}
+
+
 def test_each_block_is_saved_once_the_first_cached_first() -> None:
     index = an_index()
     cache(index, 1, 2, near="kv")
@@ -74,8 +78,7 @@ def test_saving_does_not_count_as_use() -> None:
         cache(index, number, near="kv")
     save(index)
     cache(index, 5, near="kv")
-    in_memory = {int.from_bytes(name, "big") for name, place, _ in index.named() if place.segment == KV}
-    assert in_memory == {2, 3, 4, 5}
+    assert on(index, KV) == {2, 3, 4, 5}
 
 
 def test_what_memory_evicts_is_found_on_disk() -> None:
@@ -118,9 +121,57 @@ def test_a_full_disk_gives_away_what_was_used_least() -> None:
     for number in (1, 2, 3):
         cache(index, number, near="kv")
         save(index)
-    on_disk = {int.from_bytes(name, "big") for name, place, _ in index.named() if place.segment == DISK}
-    assert on_disk == {2, 3}
-    assert save(index) == [], "what the disk gave away is not saved again"
+    assert on(index, DISK) == {2, 3}
+    assert save(index) == [], "what the disk gave away and nobody uses is not saved again"
+
+
+def test_what_is_hot_in_memory_stays_on_disk() -> None:
+    """Also if somebody holds it all the time; and beside it the disk has the latest, in their order."""
+    for held in (False, True):
+        index = an_index(memory=3, disk=3)
+        cache(index, 1, near="kv")
+        save(index)
+        holding = index.acquire(an_ask(names(1), near="kv"), 0.0)
+        for number in range(2, 9):
+            if not held:
+                index.release(holding.lease)
+            cache(index, 1, near="kv")
+            cache(index, number, near="kv")
+            save(index)
+            assert 1 in on(index, DISK)
+        assert on(index, DISK) == on(index, KV) == {1, 7, 8}
+        index.release(holding.lease)
+
+
+def test_of_a_prefix_that_is_hot_in_memory_the_disk_gives_the_end_away_first() -> None:
+    index = an_index(memory=4, disk=3)
+    cache(index, 3, near="kv")
+    cache(index, 1, 2, near="kv")
+    save(index)
+    cache(index, 3, near="kv")
+    cache(index, 1, 2, near="kv")
+    cache(index, 4, near="kv")
+    save(index)
+    assert on(index, DISK) == {1, 2, 4}
+    cache(index, 5, near="kv")
+    save(index)
+    assert on(index, DISK) == {1, 4, 5}
+
+
+@pytest.mark.parametrize("used", ["leased", "touched"])
+def test_what_a_disk_gave_away_is_saved_again_at_its_next_use(used: str) -> None:
+    index = an_index(memory=4, disk=2)
+    for number in (1, 2, 3):
+        cache(index, number, near="kv")
+        save(index)
+    assert on(index, KV) == {1, 2, 3}
+    if used == "leased":
+        cache(index, 1, near="kv")
+    else:
+        index.touch(names(1))
+    assert save(index) == [1]
+    assert on(index, DISK) == {3, 1}
+    assert save(index) == []
 
 
 def test_a_disk_that_joins_late_saves_what_is_there_and_one_that_leaves_ends_it() -> None:
