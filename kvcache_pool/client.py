@@ -80,7 +80,8 @@ class KVCachePool:
         host: str = "",
         reach: str = "auto",
     ) -> AsyncIterator["KVCachePool"]:
-        """Connect by the Conductor's control address, which is CONDUCTOR if none is given; or to a `directory`.
+        """Connect by the Conductor's control address, which is CONDUCTOR if none is given, or by those of several
+        with commas between, which are asked in turn; or to a `directory`.
 
         The Conductor tells how blocks look and what their names start from; `tenant` and `salt` keep the blocks of
         some tokens apart from those of others. A directory tells neither: with it comes a `root` for the names of

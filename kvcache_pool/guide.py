@@ -1,12 +1,14 @@
 """Where the pool is, for those who are no members of the cluster: asked of the Conductor, and asked again."""
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from kvcache_pool.api import DIRECTORY_S, Directory, DirectoryLink
 from protocol.cluster import Manifest
-from protocol.errors import DeadlineExceeded, PeerLost
+from protocol.errors import DangoError, DeadlineExceeded, PeerLost
+from protocol.instance import addresses_in
+from protocol.message import M, Message
 from protocol.registry import DirectoryAt, GetDirectory, GetManifest
 from protocol.rpc import Client
 from protocol.transport import Transport
@@ -15,23 +17,25 @@ log = logging.getLogger("dango.pool")
 
 
 class Guide:
-    """Knows the directory. Owns the connections to it and to the Conductor until `aclose`.
+    """Knows the directory. Owns the connections to it and to the Conductors until `aclose`.
 
     A directory that went away may listen elsewhere when it is back, so after a lost call the next one asks anew.
     No call is made twice here: that is for the caller to decide.
     """
 
     def __init__(self, transport: Transport, conductor: str | None, directory: str | None) -> None:
-        """One of the two addresses; the Conductor knows that of the directory."""
-        self._conductor = None if conductor is None else Client(transport, conductor).start()
+        """One of the two; a Conductor knows the directory's address. `conductor` may be several addresses with
+        commas between, which are asked in turn. Raises ValueError if it names none."""
+        addresses = [] if conductor is None else addresses_in(conductor)
+        self._conductors = [Client(transport, address).start() for address in addresses]
+        """The one that answered last is the first."""
         self._fixed = directory
         self._link = DirectoryLink(transport)
         self._known = False
 
     async def manifest(self) -> Manifest:
-        """What the cluster serves. Raises PeerLost when the Conductor cannot be reached."""
-        assert self._conductor is not None, "without a Conductor there is nobody to ask"
-        return await self._conductor.call(GetManifest(), Manifest, within_s=DIRECTORY_S)
+        """What the cluster serves. Raises PeerLost when no Conductor can be reached."""
+        return await self._ask(GetManifest(), Manifest)
 
     @asynccontextmanager
     async def directory(self) -> AsyncIterator[Directory]:
@@ -47,16 +51,33 @@ class Guide:
             raise
 
     async def _address(self) -> str:
-        if self._conductor is None:
+        if not self._conductors:
             assert self._fixed is not None, "one of the two addresses was given"
             return self._fixed
-        found = await self._conductor.call(GetDirectory(), DirectoryAt, within_s=DIRECTORY_S)
-        if found.address is None:
-            raise PeerLost(f"the Conductor at {self._conductor.address} knows of no directory")
+        found = await self._ask(GetDirectory(), DirectoryAt, lambda answer: answer.address is not None)
+        assert found.address is not None, "an answer without one is of no use"
         return found.address
+
+    async def _ask(self, message: Message, expect: type[M], is_useful: Callable[[M], bool] = lambda _: True) -> M:
+        """The first useful answer. Raises what the only Conductor said, or PeerLost with what each of them did."""
+        errors: list[DangoError] = []
+        for client in list(self._conductors):
+            try:
+                answer = await client.call(message, expect, within_s=DIRECTORY_S)
+                if not is_useful(answer):
+                    raise PeerLost(f"the Conductor at {client.address} knows of no directory")
+            except DangoError as error:
+                errors.append(error)
+                continue
+            self._conductors.sort(key=lambda one: one is not client)
+            return answer
+        assert errors, "without a Conductor there is nobody to ask"
+        if len(errors) == 1:
+            raise errors[0]
+        raise PeerLost("; ".join(map(str, errors)))
 
     async def aclose(self) -> None:
         """Disconnect."""
         await self._link.aclose()
-        if self._conductor is not None:
-            await self._conductor.aclose()
+        for client in self._conductors:
+            await client.aclose()

@@ -155,7 +155,7 @@ def parser_of_all() -> argparse.ArgumentParser:
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     """What one verb takes."""
-    where = f"the Conductor's control address (default: {KVCacheConfig.conductor})"
+    where = f"the Conductor's control address; of several, with commas (default: {KVCacheConfig.conductor})"
     parser.add_argument("--conductor", metavar="TEXT", help=where)
     parser.add_argument("--config", metavar="FILE", type=Path, help="settings in TOML; this reads [kvcache]")
     parser.add_argument("--json", action="store_true", help="answer with one JSON object (default: in words)")

@@ -341,6 +341,19 @@ async def test_a_directory_that_comes_back_elsewhere_is_found_again(tmp_path: Pa
             await client_of.__aexit__(None, None, None)
 
 
+async def test_while_one_conductor_is_away_another_tells_where_the_directory_is(pool: Pool) -> None:
+    async with Conductor(pool.transport, pool.address) as last:
+        async with Conductor(pool.transport, pool.address) as first:
+            client_of = KVCachePool.connect(f"{first.address},{last.address}", host=HOST)
+            client = await client_of.__aenter__()
+        try:
+            client._guide._known = False
+            assert await client.put(TOKENS, some(4)) == 4
+            assert client._guide._conductors[0].address == last.address
+        finally:
+            await client_of.__aexit__(None, None, None)
+
+
 async def test_pins_hold_what_is_cached_and_removal_takes_single_blocks(tmp_path: Path) -> None:
     async with a_pool(tmp_path, 4) as pool, a_client(pool) as client:
         await client.put(names(1, 2), some(2))

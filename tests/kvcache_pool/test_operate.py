@@ -104,6 +104,20 @@ async def test_a_pool_that_is_not_there_is_one_sentence_and_a_failure(verb: str)
     assert err == f"dango kvcache {verb}: nobody listens at tcp://127.0.0.1:1\n"
 
 
+async def test_of_several_conductors_one_that_knows_the_directory_answers(dango: Operator, pool: Pool) -> None:
+    async with Conductor(pool.transport, None) as newcomer, Conductor(pool.transport, pool.address) as other:
+        some = f"tcp://127.0.0.1:1, {newcomer.address},{other.address}"
+        code, out, err = await dango("lookup", "--conductor", some, *words(TOKENS))
+        assert (code, err) == (0, "")
+        assert out.startswith("32 of 40 tokens are cached")
+        code, out, err = await dango("stats", "--conductor", f"tcp://127.0.0.1:1,{newcomer.address}")
+    assert (code, out) == (1, "")
+    unknowing = f"the Conductor at {newcomer.address} knows of no directory"
+    assert err == f"dango kvcache stats: {unknowing}; nobody listens at tcp://127.0.0.1:1\n"
+    code, _, err = await dango("stats", "--conductor", " , ")
+    assert (code, err) == (1, "dango kvcache stats: conductor must name at least one address\n")
+
+
 async def test_a_conductor_without_a_directory_is_one_sentence(pool: Pool) -> None:
     async with Conductor(pool.transport, None) as conductor:
         code, out, err = await Operator(conductor.address)("stats")
