@@ -17,20 +17,19 @@ import socket
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from kvcache_pool.aligned import aligned
-from kvcache_pool.api import (
-    Note,
-    PinKind,
-    SegmentStats,
-    Stats,
-)
+from kvcache_pool.api import Blocks, Note, PinKind, Priority, SegmentStats, Stats
 from kvcache_pool.buffers import Bytes, blocks_of
 from kvcache_pool.guide import Guide
 from kvcache_pool.leasing import Leasing
+from kvcache_pool.loading import Load
+from kvcache_pool.storing import store
 from kvcache_pool.transfer.mover import PoolMover, Reach
+from kvcache_pool.transfers import Progress, Transfer, Transfers
 from protocol.blocks import BlockLayout, HashRoot, block_hashes
 from protocol.ids import BLOCK_HASH_BYTES, BlockHash, SegmentId, token_ids
 from protocol.zmq_transport import ZmqTransport
@@ -66,6 +65,7 @@ class KVCachePool:
         self._root = root
         self._host = host
         self._leasing = Leasing(mover, layout, f"client {host}")
+        self._transfers = Transfers()
 
     @staticmethod
     @asynccontextmanager
@@ -88,6 +88,7 @@ class KVCachePool:
         tokens' blocks, or a `layout` only, and then blocks go by names that the caller makes.
 
         `host` is this machine's name, if `dango kvcache --host` gave it another; `reach` is auto, shm or tcp.
+        Leaving the `async with` waits for transfers that are open; when an error leaves it, they are cancelled.
         Raises PeerLost when nobody answers.
         """
         _require_one_way(conductor, directory, layout, root, tenant + salt)
@@ -106,6 +107,7 @@ class KVCachePool:
             stack.push_async_callback(mover.aclose)
             pool = KVCachePool(guide, mover, shape, root, host)
             stack.push_async_callback(pool._leasing.settle)
+            await stack.enter_async_context(pool._transfers)
             await pool._find_home()
             yield pool
 
@@ -142,35 +144,70 @@ class KVCachePool:
         For `blocks` see `kvcache_pool/buffers.py`. All of them are found afterwards; or, after an error, none that
         was not found before. Their memory must not change until this returns. Raises PoolFull if they do not fit.
         """
-        names = self.names(chain)
-        rows = dict(zip(names, blocks_of(blocks, self.layout, len(names)), strict=True))
-        if not names:
-            return 0
-        async with self._guide.directory() as directory:
-            there = dict(zip(names, await directory.exists(names), strict=True))
-            known = [name for name, cached in there.items() if cached]
-            fresh = [name for name, cached in there.items() if not cached]
-            return await self._leasing.store(directory, known, fresh, rows) if fresh else 0
+        names, rows = self._to_store(chain, blocks)
+        return await self._put(names, rows, Priority.STORE, Progress(len(names)))
 
     async def get(self, chain: Chain) -> Bytes:
         """The cached prefix in a new array, bytes [blocks, layers, run_bytes], verified by checksum; perhaps none.
         `typed` shows it in the pool's type and shape."""
-        async with (
-            self._guide.directory() as directory,
-            self._leasing.prefix(directory, self.names(chain)) as lease,
-        ):
-            count = len(lease.of.sources) if lease is not None else 0
-            out = aligned(count, self.layout.layers, self.layout.run_bytes)
-            good = await self._leasing.load(directory, lease, out) if lease is not None else 0
-        return out[:good]
+        names = self.names(chain)
+        async with self._guide.directory() as directory:
+            found = await directory.lookup(names)
+            out = aligned(found.reach, self.layout.layers, self.layout.run_bytes)
+            load = Load(self._leasing, directory, names[: found.reach], out, Progress(found.reach), Priority.LOAD)
+            return out[: await load.run(found)]
 
     async def get_into(self, chain: Chain, out: object) -> int:
         """Read the cached prefix straight into the caller's memory, which has room for every block that is named.
         Returns how many leading blocks are good, verified by checksum; the memory after those is unspecified."""
         names = self.names(chain)
         rows = blocks_of(out, self.layout, len(names), writable=True)
-        async with self._guide.directory() as directory, self._leasing.prefix(directory, names) as lease:
-            return await self._leasing.load(directory, lease, rows) if lease is not None else 0
+        return await self._get_into(names, rows, Priority.LOAD, Progress(len(names)))
+
+    def start_put(
+        self, chain: Chain, blocks: object, *, priority: Priority = Priority.STORE, within_s: float | None = None
+    ) -> Transfer:
+        """Begin a `put` and return at once: awaiting what is returned gives what `put` would.
+
+        Their memory must not change until it has ended. Of several that move at once the one of the most urgent
+        `priority` goes first: LOAD, STORE, WRITE_BACK. After `within_s` seconds it ends with DeadlineExceeded.
+        Raises ValueError and TypeError as `put` does, and asyncio.QueueFull when 4,096 transfers are open.
+        """
+        names, rows = self._to_store(chain, blocks)
+        move = partial(self._put, names, rows, priority)
+        return self._transfers.start(move, len(names), priority, within_s)
+
+    def start_get_into(
+        self, chain: Chain, out: object, *, priority: Priority = Priority.LOAD, within_s: float | None = None
+    ) -> Transfer:
+        """Begin a `get_into` and return at once, as `start_put` does. The memory is the transfer's until it has
+        ended, and is not touched after that."""
+        names = self.names(chain)
+        rows = blocks_of(out, self.layout, len(names), writable=True)
+        move = partial(self._get_into, names, rows, priority)
+        return self._transfers.start(move, len(names), priority, within_s)
+
+    def _to_store(self, chain: Chain, blocks: object) -> tuple[list[BlockHash], dict[BlockHash, Bytes]]:
+        names = self.names(chain)
+        return names, dict(zip(names, blocks_of(blocks, self.layout, len(names)), strict=True))
+
+    async def _put(
+        self, names: list[BlockHash], rows: dict[BlockHash, Bytes], priority: Priority, progress: Progress
+    ) -> int:
+        if not names:
+            return 0
+        async with self._guide.directory() as directory:
+            there = dict(zip(names, await directory.exists(names), strict=True))
+            known = [name for name, cached in there.items() if cached]
+            fresh = [name for name, cached in there.items() if not cached]
+            progress.done = len(known)
+            if not fresh:
+                return 0
+            return await store(self._leasing, directory, known, fresh, rows, progress, priority)
+
+    async def _get_into(self, names: list[BlockHash], rows: Blocks, priority: Priority, progress: Progress) -> int:
+        async with self._guide.directory() as directory:
+            return await Load(self._leasing, directory, names, rows, progress, priority).run()
 
     def typed(self, blocks: Bytes) -> "np.ndarray[tuple[int, ...], np.dtype[np.generic]]":
         """Bytes [blocks, layers, run_bytes] as [blocks, layers, 2, block_tokens, kv_heads, head_dim], not copied.

@@ -65,6 +65,7 @@ PURE = {
     "kvcache_pool/names.py",
     "kvcache_pool/pins.py",
     "kvcache_pool/replicas.py",
+    "kvcache_pool/retrying.py",
     "kvcache_pool/rooms.py",
     "kvcache_pool/slots.py",
     "engine/architecture.py",

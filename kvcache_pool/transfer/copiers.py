@@ -8,10 +8,10 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvcache_pool.api import Priority
-from protocol.errors import PeerLost
+from protocol.errors import DangoError, PeerLost
 
 COPY_THREADS = 2
 """One keeps up with memory if it need not hash; both together do with hashing, and one lets a load begin while a
@@ -30,6 +30,15 @@ the copy as long."""
 ORDER = {Priority.LOAD: 0, Priority.STORE: 1, Priority.WRITE_BACK: 2}
 
 T = TypeVar("T")
+
+
+class Got(NamedTuple):
+    """What a read from one segment has brought."""
+
+    good: int
+    """So many leading units are there, verified."""
+    fault: DangoError | None = None
+    """Why the others did not come: the way broke. None: the next one is not what was written, or there is none."""
 
 
 class Turns:

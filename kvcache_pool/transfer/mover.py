@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from enum import Enum
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kvcache_pool.api import TRANSFER_S_MAX, Blocks, Grant, Place, Priority
 from kvcache_pool.segment import Bytes
-from kvcache_pool.transfer.copiers import Copiers, together
+from kvcache_pool.transfer.copiers import Copiers, Got, together
 from kvcache_pool.transfer.copies import Span, Units
 from kvcache_pool.transfer.shm import ShmRoute
 from kvcache_pool.transfer.stream import StreamRoute
@@ -32,12 +32,23 @@ class Reach(Enum):
     SERVICE = "service"
 
 
+class Fetched(NamedTuple):
+    """What a read of whole blocks has brought, for who tries again. Numbers are indices in what was asked for."""
+
+    missing: list[int]
+    """Which are not there, in order; what lies in their memory is unspecified. All others are verified."""
+    bad: list[int]
+    """Of those: the first of each segment that its segment gave, and that is not what was written."""
+    lost: frozenset[SegmentId]
+    """Whose way failed."""
+
+
 class Route(Protocol):
     """The way to one segment. `read` may raise DangoError; both leave the deadline to their caller."""
 
     async def read(
         self, span: Span, grants: Sequence[Grant], units: Units, rows: Sequence[int], priority: Priority
-    ) -> int: ...
+    ) -> Got: ...
 
     async def write(
         self, span: Span, grants: Sequence[Grant], units: Units, rows: Sequence[int], priority: Priority
@@ -71,21 +82,31 @@ class PoolMover:
         self, layer: int, grants: Sequence[Grant], out: Bytes, pages: Sequence[int], priority: Priority
     ) -> int:
         """See api.Mover."""
-        return await self._get(Span(layer, 1), grants, out[:, None], pages, priority)
+        return _leading(await self._get(Span(layer, 1), grants, out[:, None], pages, priority), grants)
 
     async def read_blocks(self, grants: Sequence[Grant], blocks: Blocks, priority: Priority) -> int:
         """See api.Mover."""
+        return _leading(await self.fetch_blocks(grants, blocks, priority), grants)
+
+    async def fetch_blocks(self, grants: Sequence[Grant], blocks: Blocks, priority: Priority) -> Fetched:
+        """As `read_blocks`, and tell which blocks of any segment are there, and what is wrong with the others."""
         return await self._get(self._whole(grants), grants, blocks, range(len(grants)), priority)
 
     async def write(
         self, layer: int, grants: Sequence[Grant], source: Bytes, pages: Sequence[int], priority: Priority
     ) -> None:
         """See api.Mover."""
-        await self._put(Span(layer, 1), grants, source[:, None], pages, priority)
+        _require_none(await self._put(Span(layer, 1), grants, source[:, None], pages, priority))
 
     async def write_blocks(self, grants: Sequence[Grant], blocks: Blocks, priority: Priority) -> None:
         """See api.Mover."""
-        await self._put(self._whole(grants), grants, blocks, range(len(grants)), priority)
+        _require_none(await self.store_blocks(grants, blocks, priority))
+
+    async def store_blocks(
+        self, grants: Sequence[Grant], blocks: Blocks, priority: Priority
+    ) -> dict[SegmentId, DangoError]:
+        """As `write_blocks`, but what it would raise is told of each segment that it failed for."""
+        return await self._put(self._whole(grants), grants, blocks, range(len(grants)), priority)
 
     def _whole(self, grants: Sequence[Grant]) -> Span:
         """All layers: of one pool all segments have the same layout."""
@@ -94,44 +115,59 @@ class PoolMover:
 
     async def _get(
         self, span: Span, grants: Sequence[Grant], units: Units, rows: Sequence[int], priority: Priority
-    ) -> int:
-        async def part(segment: SegmentId, places: Sequence[int]) -> int:
-            """The index in `grants` of this segment's first bad unit, or len(grants)."""
-            mine, its_rows = _pick(grants, places), _pick(rows, places)
-            good = 0
+    ) -> Fetched:
+        fetched, lost = Fetched([], [], frozenset()), set()
+
+        async def part(segment: SegmentId, places: Sequence[int]) -> None:
+            mine, its_rows, got = _pick(grants, places), _pick(rows, places), Got(0)
             try:
                 async with asyncio.timeout(TRANSFER_S_MAX):
-                    good = await self._route(segment).read(span, mine, units, its_rows, priority)
-            except (DangoError, TimeoutError) as error:
-                log.warning("could not read layer %d from segment %s: %s", span.first, segment, error)
-            return places[good] if good < len(places) else len(grants)
+                    got = await self._route(segment).read(span, mine, units, its_rows, priority)
+            except DangoError as error:
+                got = Got(0, error)
+            except TimeoutError:
+                got = Got(0, DeadlineExceeded(f"it took over {TRANSFER_S_MAX} s"))
+            fetched.missing.extend(places[got.good :])
+            if got.fault is not None:
+                lost.add(segment)
+                log.warning("could not read layer %d from segment %s: %s", span.first, segment, got.fault)
+            elif got.good < len(places):
+                fetched.bad.append(places[got.good])
 
-        return min(await self._each(grants, part), default=len(grants))
+        await self._each(grants, part)
+        return fetched._replace(missing=sorted(fetched.missing), lost=frozenset(lost))
 
     async def _put(
         self, span: Span, grants: Sequence[Grant], units: Units, rows: Sequence[int], priority: Priority
-    ) -> None:
+    ) -> dict[SegmentId, DangoError]:
+        faults: dict[SegmentId, DangoError] = {}
+
         async def part(segment: SegmentId, places: Sequence[int]) -> None:
             mine, its_rows = _pick(grants, places), _pick(rows, places)
             try:
                 async with asyncio.timeout(TRANSFER_S_MAX):
                     await self._route(segment).write(span, mine, units, its_rows, priority)
-            except TimeoutError as error:
-                raise DeadlineExceeded(f"writing to segment {segment} took over {TRANSFER_S_MAX} s") from error
+            except DangoError as error:
+                faults[segment] = error
+            except TimeoutError:
+                text = f"writing to segment {segment} took over {TRANSFER_S_MAX} s"
+                faults[segment] = DeadlineExceeded(text)
 
         await self._each(grants, part)
+        return faults
 
     async def _each(
-        self, grants: Sequence[Grant], part: Callable[[SegmentId, Sequence[int]], Coroutine[Any, Any, T]]
-    ) -> list[T]:
+        self, grants: Sequence[Grant], part: Callable[[SegmentId, Sequence[int]], Coroutine[Any, Any, None]]
+    ) -> None:
         """Run `part` for each segment, with the indices in `grants` that are its own, at once."""
         await self._close_retired()
         if len({grant.segment for grant in grants}) == 1:
-            return [await part(grants[0].segment, range(len(grants)))]
+            await part(grants[0].segment, range(len(grants)))
+            return
         groups: dict[SegmentId, list[int]] = {}
         for position, grant in enumerate(grants):
             groups.setdefault(grant.segment, []).append(position)
-        return await together([part(segment, places) for segment, places in groups.items()])
+        await together([part(segment, places) for segment, places in groups.items()])
 
     def _route(self, segment: SegmentId) -> Route:
         """The way to a segment, found at its first use. Raises PeerLost."""
@@ -163,6 +199,15 @@ class PoolMover:
         self._routes.clear()
         await self._close_retired()
         self._copiers.close()
+
+
+def _leading(fetched: Fetched, grants: Sequence[Grant]) -> int:
+    return fetched.missing[0] if fetched.missing else len(grants)
+
+
+def _require_none(faults: Mapping[SegmentId, DangoError]) -> None:
+    for error in faults.values():
+        raise error
 
 
 def _pick(values: Sequence[T], places: Sequence[int]) -> Sequence[T]:

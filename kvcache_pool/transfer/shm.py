@@ -7,7 +7,7 @@ from functools import partial
 from kvcache_pool.api import Grant, Place, Priority, Tier
 from kvcache_pool.geometry import Geometry
 from kvcache_pool.segment import Memory
-from kvcache_pool.transfer.copiers import INLINE_BYTES, Copiers, hops, leading
+from kvcache_pool.transfer.copiers import INLINE_BYTES, Copiers, Got, hops, leading
 from kvcache_pool.transfer.copies import Copies, Span, Units
 from protocol.errors import PeerLost
 
@@ -28,18 +28,18 @@ class ShmRoute:
 
     async def read(
         self, span: Span, grants: Sequence[Grant], units: Units, rows: Sequence[int], priority: Priority
-    ) -> int:
+    ) -> Got:
         """How many leading units are good. Hops go beside each other, whatever the ones before them found."""
         if self._short(span, grants):
             good = self._copies.get(span, grants, units, rows)
             await asyncio.sleep(0)  # a caller with a hundred layers lets others have the loop in between
-            return good
+            return Got(good)
         cut = hops(len(grants), span.width * self._run_bytes)
 
         def hop(part: slice) -> int:
             return self._copies.get(span, grants[part], units, rows[part])
 
-        return leading(cut, await self._copiers.run_all(priority, [partial(hop, part) for part in cut]))
+        return Got(leading(cut, await self._copiers.run_all(priority, [partial(hop, part) for part in cut])))
 
     async def write(
         self, span: Span, grants: Sequence[Grant], units: Units, rows: Sequence[int], priority: Priority

@@ -5,6 +5,7 @@ wire. Short hops run in the event loop, since waking a thread takes longer than 
 of this route: a slow host never holds the threads that copy memory here.
 
 Where the port cannot be reached (a firewall lets only the service through), the service itself carries the runs.
+What has come before a connection breaks is not asked for again: only hops that did not end go another way.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ from kvcache_pool.api import (
     Stale,
     StreamPort,
 )
-from kvcache_pool.transfer.copiers import INLINE_BYTES, Copiers, Turns, hops, leading, together
+from kvcache_pool.transfer.copiers import INLINE_BYTES, Copiers, Got, Turns, hops, leading, together
 from kvcache_pool.transfer.copies import Span, Units, digests, run_views, same, unit_views
 from kvcache_pool.transfer.tcp import TcpRoute
 from kvcache_pool.transfer.wire import (
@@ -44,7 +45,7 @@ from kvcache_pool.transfer.wire import (
     receive,
     send,
 )
-from protocol.errors import BadMessage, PeerLost, RemoteError
+from protocol.errors import BadMessage, DangoError, PeerLost, RemoteError
 
 CONNECTIONS = 2
 """To one segment: more would only let what is less urgent go before what is more."""
@@ -85,13 +86,18 @@ class StreamRoute:
 
     async def read(
         self, span: Span, grants: Sequence[Grant], units: Units, rows: Sequence[int], priority: Priority
-    ) -> int:
-        """How many leading units are good. Raises PeerLost and its like."""
+    ) -> Got:
+        """How many leading units are good. Raises PeerLost and its like if none is."""
         if await self._find_port() is None:
             return await self._service.read(span, grants, units, rows, priority)
         cut = hops(len(grants), span.width * self._run_bytes, span.width)
-        parts = [Hop(False, span, grants[part], units, rows[part]) for part in cut]
-        return leading(cut, await together([self._do(hop, priority) for hop in parts]))
+        counts, fault = await self._each(
+            [Hop(False, span, grants[part], units, rows[part]) for part in cut], priority
+        )
+        good = leading(cut, counts)
+        if fault is not None and not good:
+            raise fault
+        return Got(good, fault)
 
     async def write(
         self, span: Span, grants: Sequence[Grant], units: Units, rows: Sequence[int], priority: Priority
@@ -102,43 +108,60 @@ class StreamRoute:
             return
         cut = hops(len(grants), span.width * self._run_bytes, span.width)
         parts = [Hop(True, span, grants[part], units, rows[part]) for part in cut]
-        await together([self._do(hop, priority) for hop in parts])
+        _, fault = await self._each(parts, priority)
+        if fault is not None:
+            raise fault
+
+    async def _each(self, parts: Sequence["Hop"], priority: Priority) -> tuple[list[int], DangoError | None]:
+        """How many units of each hop are good, and the first fault: after one, no other hop is begun."""
+        faults: list[DangoError] = []
+
+        async def one(hop: Hop) -> int:
+            async with self._turns.turn(priority):
+                try:
+                    return 0 if faults else await self._do(hop, priority)
+                except DangoError as error:
+                    faults.append(error)
+                    return 0
+
+        counts = await together([one(hop) for hop in parts])
+        return counts, faults[0] if faults else None
 
     async def _do(self, hop: "Hop", priority: Priority) -> int:
-        """One ask and its answer; once more on a new connection if the first breaks. How many units are good."""
-        async with self._turns.turn(priority):
-            for attempt in range(TRIES):
-                sock = await self._connection()
-                self._busy.add(sock)
-                try:
-                    good = await self._exchange(sock, hop, priority)
-                except PeerLost:
-                    sock.close()
-                    self._drop_idle()  # they are as old
-                    if attempt + 1 == TRIES:
-                        if self._closed:
-                            raise
-                        return await self._by_service(hop, priority)
-                except (Stale, Corrupt):
-                    self._put_back(sock)  # the whole answer has come
-                    raise
-                except BaseException:
-                    sock.close()  # half an answer may be under way
-                    raise
-                else:
-                    self._put_back(sock)
-                    return good
-                finally:
-                    self._busy.discard(sock)
-        raise AssertionError("the last try returns or raises")
-
-    async def _by_service(self, hop: "Hop", priority: Priority) -> int:
-        """A new connection broke too: the segment is gone, or has as many streams as it takes. Raises PeerLost."""
-        self._rest()
+        """One ask and its answer; once more on a new connection if the first breaks, and then, this hop alone, by
+        the service. How many units are good."""
+        for _ in range(TRIES):
+            sock = await self._connection()
+            if sock is None:
+                break
+            self._busy.add(sock)
+            try:
+                good = await self._exchange(sock, hop, priority)
+            except PeerLost:
+                sock.close()
+                self._drop_idle()  # they are as old
+            except (Stale, Corrupt):
+                self._put_back(sock)  # the whole answer has come
+                raise
+            except BaseException:
+                sock.close()  # half an answer may be under way
+                raise
+            else:
+                self._put_back(sock)
+                return good
+            finally:
+                self._busy.discard(sock)
+        else:
+            self._rest()  # new ones break too: the segment is gone, or has as many streams as it takes
+        if self._closed:
+            raise self._was_closed()
         if hop.write:
             await self._service.write(hop.span, hop.grants, hop.units, hop.rows, priority)
             return len(hop.grants)
-        return await self._service.read(hop.span, hop.grants, hop.units, hop.rows, priority)
+        return (await self._service.read(hop.span, hop.grants, hop.units, hop.rows, priority)).good
+
+    def _was_closed(self) -> PeerLost:
+        return PeerLost(f"the way to segment {self._place.segment} was closed")
 
     def _rest(self) -> None:
         self._port = None
@@ -167,33 +190,35 @@ class StreamRoute:
     async def _open(self) -> None:
         try:
             self._port = await self._service.client.call(OpenStream(), StreamPort, within_s=DIRECTORY_S)
-            self._idle.append(await self._connect())
+            self._idle.append(await self._connect(self._port))
         except (RemoteError, BadMessage, OSError, TimeoutError) as error:
             log.info("no stream to segment %s: %s; its service carries the runs", self._place.segment, error)
             self._rest()
 
-    async def _connection(self) -> socket.socket:
-        """One that nobody uses, or a new one. Raises PeerLost."""
+    async def _connection(self) -> socket.socket | None:
+        """One that nobody uses, or a new one; None where none can be had. Raises PeerLost when this is closed."""
         if self._closed:
-            raise PeerLost(f"the way to segment {self._place.segment} was closed")
+            raise self._was_closed()
         if self._idle:
             return self._idle.pop()
+        if self._port is None:
+            return None  # another hop has found that out
         try:
-            return await self._connect()
-        except (OSError, TimeoutError) as first_error:
+            return await self._connect(self._port)
+        except (OSError, TimeoutError) as error:
+            log.info("segment %s takes no stream: %s", self._place.segment, error)
             self._port = None  # it may have moved: asked for anew by the next transfer
-            raise PeerLost(f"segment {self._place.segment} takes no stream: {first_error}") from first_error
+            return None
 
-    async def _connect(self) -> socket.socket:
-        assert self._port is not None
+    async def _connect(self, port: StreamPort) -> socket.socket:
         host, loop = stream_host(self._place.address), asyncio.get_running_loop()
         sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             async with asyncio.timeout(OPEN_S):
-                await loop.sock_connect(sock, (host, self._port.port))
-                await loop.sock_sendall(sock, MAGIC + self._port.token)
+                await loop.sock_connect(sock, (host, port.port))
+                await loop.sock_sendall(sock, MAGIC + port.token)
             sock.setblocking(True)
             set_silence(sock, TRANSFER_S_MAX)
         except BaseException:

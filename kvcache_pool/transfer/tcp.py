@@ -13,7 +13,7 @@ import numpy as np
 
 from kvcache_pool.api import TRANSFER_S_MAX, Done, Grant, Place, Priority, ReadLayer, Runs, WriteLayer
 from kvcache_pool.segment import Bytes, checksum
-from kvcache_pool.transfer.copiers import Copiers, Turns, hops
+from kvcache_pool.transfer.copiers import Copiers, Got, Turns, hops
 from kvcache_pool.transfer.copies import Span, Units
 from protocol.errors import BadMessage
 from protocol.rpc import Client
@@ -36,13 +36,13 @@ class TcpRoute:
 
     async def read(
         self, span: Span, grants: Sequence[Grant], units: Units, rows: Sequence[int], priority: Priority
-    ) -> int:
+    ) -> Got:
         """How many leading units are good: a message carries one layer. Raises PeerLost and its like."""
         good = len(grants)
         for number in range(span.width):
             runs = [units[row][number] for row in rows[:good]]
             good = await self._read(span.first + number, grants[:good], runs, priority)
-        return good
+        return Got(good)
 
     async def write(
         self, span: Span, grants: Sequence[Grant], units: Units, rows: Sequence[int], priority: Priority

@@ -1,9 +1,10 @@
 """A transport that loses, doubles and delays what goes over it, and can be cut; and a clock that runs fast."""
 
 import asyncio
+import contextlib
 import random
 import selectors
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from protocol.errors import PeerLost
@@ -102,3 +103,76 @@ class _FlakyLink:
         for task in self._later:
             task.cancel()
         self._inner.close()
+
+
+class Relay:
+    """A port between a reader and a segment's streams. What comes back is counted, and stops after `stop_at`
+    bytes: until `go_on`; or for good, if there is a `when_cut`."""
+
+    def __init__(self, to: int) -> None:
+        self._to = to
+        self.stop_at: int | None = None
+        self.came = 0
+        self.when_cut: Callable[[], Awaitable[None]] | None = None
+        """What happens at that moment. Then all connections end, and no new one is taken."""
+        self.stopped = asyncio.Event()
+        self._goes_on = asyncio.Event()
+        self._open: set[asyncio.StreamWriter] = set()
+
+    async def __aenter__(self) -> "Relay":
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.go_on()
+        self.cut()
+        await self._server.wait_closed()
+
+    def go_on(self) -> None:
+        """What was stopped comes now."""
+        self.stop_at = None
+        self._goes_on.set()
+
+    def cut(self) -> None:
+        """End all, and take nobody."""
+        self._server.close()
+        for writer in self._open:
+            writer.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            there, out = await asyncio.open_connection("127.0.0.1", self._to)
+        except OSError:
+            writer.close()
+            return
+        self._open |= {writer, out}
+        asks = asyncio.create_task(self._pump(reader, out, counted=False))
+        try:
+            await self._pump(there, writer, counted=True)
+        finally:
+            asks.cancel()
+            await asyncio.gather(asks, return_exceptions=True)
+            for one in (writer, out):
+                one.close()
+                self._open.discard(one)
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, counted: bool) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                if counted and self.stop_at is not None and self.came + len(data) > self.stop_at:
+                    first = data[: max(0, self.stop_at - self.came)]
+                    data = data[len(first) :]
+                    await self._send(writer, first, counted)
+                    self.stopped.set()
+                    if self.when_cut is not None:
+                        await self.when_cut()
+                        self.cut()
+                        return
+                    await self._goes_on.wait()
+                await self._send(writer, data, counted)
+
+    async def _send(self, writer: asyncio.StreamWriter, data: bytes, counted: bool) -> None:
+        self.came += len(data) if counted else 0
+        writer.write(data)
+        await writer.drain()

@@ -23,7 +23,7 @@ from protocol.errors import PeerLost, RemoteError
 from protocol.registry import DirectoryAt, GetDirectory, GetManifest
 from protocol.rpc import Server, at_once
 from protocol.zmq_transport import ZmqTransport
-from tests.kvcache_pool.builders import HOST, LAYOUT, Pool, a_pool, names, random_runs
+from tests.kvcache_pool.builders import HOST, LAYOUT, Pool, a_pool, an_ask, names, random_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = Manifest("tiny", "m", "t", 256, LAYOUT)
@@ -227,8 +227,8 @@ async def test_a_lease_that_grows_old_is_renewed_before_the_next_transfer(pool: 
     async with a_client(pool) as client:
         await client.put(names(1), some(1))
         loop = asyncio.get_running_loop()
-        async with client._guide.directory() as directory, client._leasing.prefix(directory, names(1)) as held:
-            assert held is not None
+        ask = an_ask(names(1))
+        async with client._guide.directory() as directory, client._leasing.leased(directory, ask) as held:
             claim = pool.index._leases.find(held.of.lease)
             assert claim is not None
             first = claim.end

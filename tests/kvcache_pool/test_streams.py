@@ -174,6 +174,25 @@ async def test_a_connection_that_has_ended_is_replaced(tmp_path: Path, layout: B
             await mover.aclose()
 
 
+async def test_hops_that_find_no_stream_any_more_go_by_the_service(tmp_path: Path) -> None:
+    async with a_pool(tmp_path, 14, layout=LARGE) as pool:
+        lease = await a_lease(pool, 12)
+        mover = PoolMover(pool.transport, "elsewhere", Reach.TCP)
+        mover.know(lease.places)
+        source, out = random_runs(12, layout=LARGE), np.zeros((12, LARGE.run_bytes), np.uint8)
+        assert source.nbytes > 2 * HOP_BYTES
+        try:
+            await mover.write(0, lease.targets, source, range(12), Priority.STORE)
+            await asyncio.to_thread(pool.services[0].streams.close)
+            assert await mover.read(0, lease.targets, out, range(12), Priority.LOAD) == 12
+            assert np.array_equal(out, source)
+            await mover.write(0, lease.targets, source[::-1].copy(), range(12), Priority.STORE)
+            assert await mover.read(0, lease.targets, out, range(12), Priority.LOAD) == 12
+            assert np.array_equal(out, source[::-1])
+        finally:
+            await mover.aclose()
+
+
 async def test_where_no_stream_is_taken_the_service_carries_the_runs(tmp_path: Path) -> None:
     segment = a_segment(4, "kv", tmp_path)
     nowhere = SegmentService(
