@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from kvcache_pool.announcing import announce, place_of
-from kvcache_pool.api import Acquire, Announce, Announced, Directory, Lease, Place, new_lease
+from kvcache_pool.api import Acquire, Announce, Announced, Directory, Lease, Note, Place, new_lease
 from kvcache_pool.events import Recorder
 from kvcache_pool.geometry import Geometry
 from kvcache_pool.index import Index
@@ -36,6 +36,18 @@ def names(*numbers: int) -> list[BlockHash]:
 
 def a_place(segment: str = "kv", slots: int = 4, incarnation: str = "a", layout: BlockLayout = LAYOUT) -> Place:
     return Place(SegmentId(segment), Incarnation(incarnation), "tcp://nowhere", HOST, "", slots, layout)
+
+
+class Blank:
+    """A segment that notes nothing down, and says that it has."""
+
+    generation = 0
+
+    def note(self, note: Note) -> None:
+        pass
+
+    def noted(self) -> list[Note]:
+        return []
 
 
 def an_index(

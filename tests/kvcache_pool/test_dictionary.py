@@ -1,12 +1,17 @@
-"""The index against a dictionary: what was committed and not evicted, discarded or lost is found, no more."""
+"""The pool against a dictionary: what was committed and not evicted, discarded or lost is found, no more. Once the
+index alone, and once through the service, its client, and sockets between them."""
+
+from typing import ClassVar
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvcache_pool.api import PoolFull
+from kvcache_pool.index import Index
 from protocol.ids import BlockHash, Incarnation, SegmentId
 from tests.kvcache_pool.builders import a_place, an_ask, an_index, names
+from tests.kvcache_pool.served import Served
 
 SLOTS = {"a": 3, "b": 2}
 NAMES = names(*range(6))
@@ -15,9 +20,11 @@ NAMES = names(*range(6))
 class Dictionary(RuleBasedStateMachine):
     """The model: for each segment, the names that it has. Evictions are counted by the index, and believed."""
 
+    over_rpc: ClassVar[bool] = False
+
     def __init__(self) -> None:
         super().__init__()
-        self.index = an_index(**SLOTS)
+        self.index: Index | Served = Served(**SLOTS) if self.over_rpc else an_index(**SLOTS)
         self.model: dict[str, set[BlockHash]] = {segment: set() for segment in SLOTS}
         self.lives = dict.fromkeys(SLOTS, "a")
 
@@ -55,6 +62,13 @@ class Dictionary(RuleBasedStateMachine):
             self.index.release(lease.lease)
             self.model[lease.sources[0].segment].discard(name)
 
+    @rule(chosen=st.lists(st.sampled_from(NAMES), max_size=3, unique=True))
+    def remove(self, chosen: list[BlockHash]) -> None:
+        known = set().union(*self.model.values()) & set(chosen)
+        assert self.index.remove(chosen) == len(known)
+        for held in self.model.values():
+            held -= known
+
     @rule()
     def clear(self) -> None:
         assert self.index.clear() == sum(map(len, self.model.values()))
@@ -85,10 +99,20 @@ class Dictionary(RuleBasedStateMachine):
         assert stats.free + stats.cached == stats.total == sum(SLOTS.values())
         self.index.check()
 
+    def teardown(self) -> None:
+        if isinstance(self.index, Served):
+            self.index.close()
+
+
+class OverRpc(Dictionary):
+    over_rpc = True
+
 
 def unbroken(chain: list[BlockHash], held: set[BlockHash]) -> int:
     return next((count for count, name in enumerate(chain) if name not in held), len(chain))
 
 
 TestDictionary = Dictionary.TestCase
+TestOverRpc = OverRpc.TestCase
 TestDictionary.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestOverRpc.settings = settings(max_examples=10, stateful_step_count=25, deadline=None)

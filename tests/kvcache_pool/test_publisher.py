@@ -15,7 +15,7 @@ import zmq
 import zmq.asyncio
 
 from kvcache_pool.announcing import announce_once
-from kvcache_pool.api import Announce, Announced, Commit, Directory, Done, Goodbye, Note
+from kvcache_pool.api import Announce, Announced, Commit, Directory, Done, Goodbye
 from kvcache_pool.config import KVCacheConfig
 from kvcache_pool.events import Events
 from kvcache_pool.index import Index
@@ -25,7 +25,7 @@ from protocol.errors import RemoteError
 from protocol.ids import BlockHash, Incarnation, token_ids
 from protocol.rpc import Client, Server
 from protocol.zmq_transport import ZmqTransport
-from tests.kvcache_pool.builders import LAYOUT, a_place, an_ask, names
+from tests.kvcache_pool.builders import LAYOUT, Blank, a_place, an_ask, names
 from tests.kvcache_pool.vllm_events import AllBlocksCleared, BlockRemoved, BlockStored, MapBatch
 
 TOPIC = "kv@kvcache-0@tiny"
@@ -34,22 +34,11 @@ STEP = LAYOUT.block_tokens
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "events.md"
 
 
-class Blank:
-    """A segment that notes nothing down, and says that it has."""
-
-    generation = 0
-
-    def note(self, note: Note) -> None:
-        pass
-
-    def noted(self) -> list[Note]:
-        return []
-
-    async def announce(self, client: Client, slots: int) -> None:
-        number = 0
-        while True:
-            number = await announce_once(client, self, a_place(slots=slots), number)
-            await asyncio.sleep(0.05)
+async def announce(client: Client, slots: int) -> None:
+    number = 0
+    while True:
+        number = await announce_once(client, Blank(), a_place(slots=slots), number)
+        await asyncio.sleep(0.05)
 
 
 @asynccontextmanager
@@ -65,7 +54,7 @@ async def a_directory(
     try:
         async with asyncio.timeout(20.0), Client(transport, server.address) as client:
             await client.call(Announce(a_place(slots=slots)), Announced, within_s=5.0)
-            tasks.append(asyncio.create_task(Blank().announce(client, slots)))
+            tasks.append(asyncio.create_task(announce(client, slots)))
             yield Directory(client), publisher, client
     finally:
         for task in tasks:
