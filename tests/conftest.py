@@ -34,6 +34,12 @@ def soak_processes_s(request: pytest.FixtureRequest) -> float:
 
 
 @pytest.fixture
+def long(request: pytest.FixtureRequest) -> bool:
+    """Whether there is time to wait for what takes half a minute."""
+    return bool(request.config.getoption("--long"))
+
+
+@pytest.fixture
 def soak_seed(request: pytest.FixtureRequest) -> int:
     return int(request.config.getoption("--soak-seed"))
 
