@@ -1,5 +1,5 @@
-"""A program that writes two blocks, but for their last layer, and then waits for a line on its standard input before
-it goes on and commits. It is given a directory's address, and how long its lease shall last."""
+"""A program that writes two blocks, but for their last layer, and waits for a line on its standard input before it
+goes on and commits. It is given a directory's address, and how long its lease shall last."""
 
 import asyncio
 import sys

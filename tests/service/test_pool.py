@@ -4,11 +4,14 @@ import json
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+from kvcache_pool.check import open_segment
 from kvcache_pool.client import KVCachePool
+from protocol.ids import SegmentId
 from tests.engine.referee import a_prompt
 from tests.service.client import cached, text_of
 from tests.service.processes import ROOT, Service
@@ -66,3 +69,23 @@ def test_an_operator_sees_and_changes_what_requests_find(service: Service) -> No
     service.client.at_rest()
     operate(service, "clear")
     assert operate(service, "lookup", *tokens)["tokens"] == 0
+
+
+@pytest.mark.parametrize("which", [0, 1, 3], ids=["first", "middle", "last"])
+async def test_a_block_that_went_bad_is_recomputed_for_all_who_share_it(service: Service, which: int) -> None:
+    """Its load fails for several at once: none gets other text, and it is not offered again."""
+    prompt = a_prompt(70, seed=40 + which)
+    cold = service.client.complete(prompt, 8)
+    service.client.at_rest()
+    async with KVCachePool.connect(control(service)) as pool:
+        notes = {note.name: note for note in await pool.catalogue(SegmentId("kvcache-0"))}
+        slot = notes[pool.names(prompt)[which]].slot
+    for path in service.shm():
+        open_segment(path).memory.runs[slot, 1, 0] ^= 0xFF
+    with ThreadPoolExecutor(3) as threads:
+        answers = list(threads.map(lambda _: service.client.complete(prompt, 8), range(3)))
+    assert [text_of(answer) for answer in answers] == [text_of(cold)] * 3
+    assert min(map(cached, answers)) <= which * 16
+    assert cached(service.client.complete(prompt, 8)) == CACHED
+    service.client.at_rest()
+    assert operate(service, "check")["faults"] == 0
