@@ -22,6 +22,8 @@ pytestmark = pytest.mark.cluster
 RETURN_S = 10.0
 """What is promised: so soon after Redis' return all is as it was."""
 
+HANGS_S = 30.0
+
 FAST_S = 5.0
 """A short answer of the tiny model, on a busy machine."""
 
@@ -164,6 +166,24 @@ def test_redis_hangs_while_an_instance_is_killed_and_comes_back(pair: Pair) -> N
             client.complete(a_prompt(40, seed=200 + n), 8)
             assert time.monotonic() - began < FAST_S
             assert "did not answer" in degraded(client)[0]
+    finally:
+        pair.redis.thaw()
+    pair.until_whole()
+
+
+@pytest.mark.long
+def test_redis_hangs_for_half_a_minute_under_load(pair: Pair) -> None:
+    """No request fails or waits for it, and soon after all is as it was."""
+    pair.redis.freeze()
+    try:
+        end, seed = time.monotonic() + HANGS_S, 300
+        while time.monotonic() < end:
+            for client in pair.clients:
+                seed += 1
+                began = time.monotonic()
+                client.complete(a_prompt(40, seed=seed), 8)
+                assert time.monotonic() - began < FAST_S
+        assert all(degraded(client) for client in pair.clients)
     finally:
         pair.redis.thaw()
     pair.until_whole()
