@@ -17,41 +17,48 @@ from bench.pool import HOST, pool
 from bench.report import Row
 from kvcache_pool.api import Grant, Mover, Priority
 from kvcache_pool.transfer.mover import PoolMover, Reach
+from protocol.blocks import BlockLayout
 
 ABOUT = "loading a prefix layer by layer against whole blocks at once"
 
 BLOCKS = (1, 4, 16, 64)
+LARGE_BLOCKS = (1, 4, 8, 16)
 SLOTS = 512
+LARGE_SLOTS = 96
 ROUNDS = 20
+LARGE = BlockLayout(layers=32, kv_heads=8, head_dim=128, block_tokens=16, kv_type="bfloat16")
+"""As models of 8 billion parameters have them: runs of 64 KiB, blocks of 2 MiB."""
 WAYS = {"shared memory": Reach.SHM, "TCP": Reach.TCP}
 
 
 async def run(runs: int) -> list[Row]:
     """Measure. Raises PoolFailed."""
+    rows = await _run(SMOLLM, SLOTS, BLOCKS, "blocks", runs)
+    return rows + await _run(LARGE, LARGE_SLOTS, LARGE_BLOCKS, "large blocks", runs)
+
+
+async def _run(layout: BlockLayout, slots: int, counts: Sequence[int], what: str, runs: int) -> list[Row]:
     rows: list[Row] = []
-    async with pool(SMOLLM, SLOTS) as running:
-        lease = await running.lease([], unnamed=SLOTS)
-        pages = np.full((SMOLLM.layers, SLOTS, SMOLLM.run_bytes), 1, np.uint8)
+    async with pool(layout, slots) as running:
+        lease = await running.lease([], unnamed=slots)
+        pages = np.full((layout.layers, slots, layout.run_bytes), 1, np.uint8)
         for way, reach in WAYS.items():
             mover = PoolMover(running.transport, HOST, reach)
             mover.know(lease.places)
             try:
-                for layer in range(SMOLLM.layers):
-                    await mover.write(layer, lease.targets, pages[layer], range(SLOTS), Priority.STORE)
-                for blocks in BLOCKS:
-                    rows += await _rows(mover, lease.targets, pages, way, blocks, runs)
+                for layer in range(layout.layers):
+                    await mover.write(layer, lease.targets, pages[layer], range(slots), Priority.STORE)
+                for blocks in counts:
+                    samples = Samples()
+                    for _ in range(runs):
+                        await samples.turns(max(3, ROUNDS // blocks), _things(mover, lease.targets, pages, blocks))
+                    rows += _rows(samples, f"{blocks} {what}, {way}")
             finally:
                 await mover.aclose()
     return rows
 
 
-async def _rows(
-    mover: Mover, grants: Sequence[Grant], pages: Bytes, way: str, blocks: int, runs: int
-) -> list[Row]:
-    samples = Samples()
-    for _ in range(runs):
-        await samples.turns(max(3, ROUNDS // blocks), _things(mover, grants, pages, blocks))
-    name = f"{blocks} blocks, {way}"
+def _rows(samples: Samples, name: str) -> list[Row]:
     return [
         samples.row(f"{name}: in bulk, against all layers one by one", "bulk", "layers"),
         samples.row(f"{name}: in bulk, against one layer", "bulk", "layer"),
@@ -59,8 +66,10 @@ async def _rows(
 
 
 def _things(mover: Mover, grants: Sequence[Grant], pages: Bytes, blocks: int) -> dict[str, Timed]:
+    depth, slots, _ = pages.shape
+
     def part(number: int) -> slice:
-        start = number * blocks % (SLOTS - blocks + 1)
+        start = number * blocks % (slots - blocks + 1)
         return slice(start, start + blocks)
 
     async def read(layer: int, at: slice) -> None:
@@ -73,10 +82,10 @@ def _things(mover: Mover, grants: Sequence[Grant], pages: Bytes, blocks: int) ->
         assert await mover.read_blocks(grants[at], into, Priority.LOAD) == blocks
 
     async def layers(number: int) -> None:
-        for layer in range(SMOLLM.layers):
+        for layer in range(depth):
             await read(layer, part(number))
 
     async def layer(number: int) -> None:
-        await read(number % SMOLLM.layers, part(number))
+        await read(number % depth, part(number))
 
     return {"bulk": bulk, "layers": layers, "layer": layer}

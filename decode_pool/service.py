@@ -17,7 +17,7 @@ from engine.api import Draw, EndReason, Engine, Row, Sampled
 from engine.ending import end_of
 from engine.pace import Pace
 from engine.paging import Pages, pages_for
-from kvcache_pool.api import Mover, Priority
+from kvcache_pool.api import Grant, Mover, Priority
 from protocol.blocks import HashRoot, extend_hashes
 from protocol.cluster import Manifest
 from protocol.errors import BadMessage
@@ -178,10 +178,7 @@ class DecodeService:
         await stream.admitted.wait()
         admitted = clock()
         sequence, sources = stream.sequence, stream.message.sources
-        good = len(sources)
-        for layer in range(self._engine.layout.layers):
-            pages = sequence.pages[:good]
-            good = await self._mover.read(layer, sources[:good], self._engine.runs(layer), pages, Priority.LOAD)
+        good = await self._read(sources, sequence.pages[: len(sources)])
         if good < len(sources):
             log.warning("recomputing from block %d", good, extra={"request": stream.message.request})
         loaded = min(good * self._step_tokens, sequence.stored)
@@ -189,6 +186,18 @@ class DecodeService:
         if good < len(stream.message.blocks):
             self._writeback.forget(sources[good])
         return Joined(admitted - came, clock() - admitted, loaded)
+
+    async def _read(self, sources: list[Grant], pages: list[int]) -> int:
+        """Load blocks into pages, whole or layer by layer: nothing of this request is computed before all are
+        there. How many leading ones are good."""
+        if self._mover.in_bulk(sources):
+            blocks = [self._engine.block(page) for page in pages]
+            return await self._mover.read_blocks(sources, blocks, Priority.LOAD)
+        good = len(sources)
+        for layer in range(self._engine.layout.layers):
+            runs = self._engine.runs(layer)
+            good = await self._mover.read(layer, sources[:good], runs, pages[:good], Priority.LOAD)
+        return good
 
     def _join(self, stream: Stream, computed: int) -> None:
         self._schedule.join(stream.sequence, computed)

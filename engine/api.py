@@ -128,6 +128,10 @@ class Engine(Protocol):
         """The KV of one layer, shape [pages, run_bytes], a view: writing it writes the cache."""
         ...
 
+    def block(self, page: int) -> npt.NDArray[np.uint8]:
+        """The KV of one page in all layers, shape [layers, run_bytes], a view; each run lies in one piece."""
+        ...
+
     def close(self) -> None:
         """Stop the engine's thread."""
         ...

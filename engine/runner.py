@@ -56,6 +56,8 @@ class TorchEngine:
         self.context_tokens = model.architecture.context_tokens
         self.model = model
         self.cache = _allocate(layout, pages)
+        self._bytes: npt.NDArray[np.uint8] = self.cache.view(torch.uint8).view(layout.layers, pages, -1).numpy()
+        assert self._bytes.shape == (layout.layers, pages, layout.run_bytes)
         # The count of torch's threads belongs to the thread that calls torch, so it is set in there.
         self._thread = ThreadPoolExecutor(1, "engine", initializer=torch.set_num_threads, initargs=(threads,))
 
@@ -79,9 +81,11 @@ class TorchEngine:
 
     def runs(self, layer: int) -> npt.NDArray[np.uint8]:
         """The KV of one layer, [pages, run_bytes], a view."""
-        flat: npt.NDArray[np.uint8] = self.cache[layer].view(torch.uint8).view(self.pages, -1).numpy()
-        assert flat.shape == (self.pages, self.layout.run_bytes)
-        return flat
+        return self._bytes[layer]
+
+    def block(self, page: int) -> npt.NDArray[np.uint8]:
+        """The KV of one page, [layers, run_bytes], a view."""
+        return self._bytes[:, page]
 
     def close(self) -> None:
         """Stop the thread, after what it is doing. Idempotent."""

@@ -105,6 +105,11 @@ class CostEngine:
         view: npt.NDArray[np.uint8] = self._kv[layer]
         return view
 
+    def block(self, page: int) -> npt.NDArray[np.uint8]:
+        """Fingerprints of all layers of one page, [layers, PRINT_BYTES]."""
+        view: npt.NDArray[np.uint8] = self._kv[:, page]
+        return view
+
     def close(self) -> None:
         """There is no thread."""
 

@@ -102,6 +102,9 @@ class FakeEngine:
     def runs(self, layer: int) -> npt.NDArray[np.uint8]:
         return self._kv[layer]
 
+    def block(self, page: int) -> npt.NDArray[np.uint8]:
+        return self._kv[:, page]
+
     def close(self) -> None:
         pass
 
@@ -134,7 +137,9 @@ class FakeEngine:
 class MemoryMover:
     """A kvcache_pool.api.Mover over a dict; a slot that was never written is a bad block."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bulk: bool = True) -> None:
+        self.bulk = bulk
+        """What `in_bulk` says."""
         self.runs: dict[tuple[SegmentId, int, int, int], bytes] = {}
         self.refused: dict[tuple[SegmentId, int], Exception] = {}
         """Slots that cannot be written, and what a writer hears."""
@@ -173,6 +178,9 @@ class MemoryMover:
                 raise self.refused[grant.segment, grant.slot]
             self.runs[grant.segment, grant.slot, grant.generation, layer] = source[page].tobytes()
             self.writes += 1
+
+    def in_bulk(self, grants: Sequence[Grant]) -> bool:
+        return self.bulk
 
     async def write_blocks(self, grants: Sequence[Grant], blocks: Blocks, priority: Priority) -> None:
         for layer, rows in enumerate(zip(*blocks, strict=True)):

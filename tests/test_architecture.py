@@ -68,6 +68,7 @@ PURE = {
     "kvcache_pool/retrying.py",
     "kvcache_pool/rooms.py",
     "kvcache_pool/slots.py",
+    "kvcache_pool/transfer/grain.py",
     "engine/architecture.py",
     "engine/ending.py",
     "engine/pace.py",

@@ -69,6 +69,11 @@ class Mover(Protocol):
         """As `read`, of whole blocks, into arrays as for `write_blocks`: how many leading blocks are good."""
         ...
 
+    def in_bulk(self, grants: Sequence[Grant]) -> bool:
+        """Whether `read_blocks` is the faster way to have all layers of these, if nothing is computed meanwhile:
+        else one `read` after the other."""
+        ...
+
     async def aclose(self) -> None:
         """Unmap memory and close connections."""
         ...

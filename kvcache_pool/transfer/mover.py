@@ -10,6 +10,7 @@ from kvcache_pool.api import TRANSFER_S_MAX, Blocks, Grant, Place, Priority
 from kvcache_pool.segment import Bytes
 from kvcache_pool.transfer.copiers import Copiers, Got, together
 from kvcache_pool.transfer.copies import Span, Units
+from kvcache_pool.transfer.grain import in_bulk
 from kvcache_pool.transfer.shm import ShmRoute
 from kvcache_pool.transfer.stream import StreamRoute
 from kvcache_pool.transfer.tcp import TcpRoute
@@ -91,6 +92,18 @@ class PoolMover:
     async def fetch_blocks(self, grants: Sequence[Grant], blocks: Blocks, priority: Priority) -> Fetched:
         """As `read_blocks`, and tell which blocks of any segment are there, and what is wrong with the others."""
         return await self._get(self._whole(grants), grants, blocks, range(len(grants)), priority)
+
+    def in_bulk(self, grants: Sequence[Grant]) -> bool:
+        """See api.Mover."""
+        segments = {grant.segment for grant in grants}
+        sizes = [place.layout.block_bytes for name in segments if (place := self._places.get(name)) is not None]
+        return in_bulk(len(grants), max(sizes, default=0), mapped=all(map(self._is_mapped, segments)))
+
+    def _is_mapped(self, segment: SegmentId) -> bool:
+        try:
+            return isinstance(self._route(segment), ShmRoute)
+        except PeerLost:  # a read will say so
+            return False
 
     async def write(
         self, layer: int, grants: Sequence[Grant], source: Bytes, pages: Sequence[int], priority: Priority

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from decode_pool.config import DecodeConfig
 from decode_pool.service import DecodeService
 from decode_pool.writeback import Filled
 from engine.api import EndReason, Row, Sampled, Sampling
-from kvcache_pool.api import Grant, Priority
+from kvcache_pool.api import Blocks, Grant, Priority
 from protocol.blocks import block_hashes
 from protocol.errors import BadMessage
 from protocol.ids import RequestId, SegmentId, token_ids
@@ -126,14 +127,37 @@ async def test_short_of_pages_the_young_give_way_and_all_finish_right():
         assert bench.service.load().preempted > 0
 
 
+@pytest.mark.parametrize("bulk", [True, False])
 @pytest.mark.parametrize("bad", [0, 2, 4])
-async def test_a_block_that_cannot_be_loaded_is_recomputed(bad: int):
+async def test_a_block_that_cannot_be_loaded_is_recomputed(bad: int, bulk: bool):
     async with a_bench() as bench:
+        bench.mover.bulk = bulk
         message = await bench.stored(PROMPT, 12)
         del bench.mover.runs[SEGMENT, bad, 1, 1]
         tokens, _ = await bench.decode(message)
         assert tokens == foretell(PROMPT, 12)
         assert bench.kept.forgotten == ([message.sources[bad]] if bad < len(message.blocks) else [])
+
+
+@pytest.mark.parametrize("bulk", [True, False])
+async def test_blocks_are_loaded_whole_or_layer_by_layer_as_the_mover_says(bulk: bool):
+    class Counted(MemoryMover):
+        whole, layers = 0, 0
+
+        async def read_blocks(self, grants: Sequence[Grant], blocks: Blocks, priority: Priority) -> int:
+            self.whole += 1
+            assert priority is Priority.LOAD
+            return await super().read_blocks(grants, blocks, priority)
+
+        async def read(self, *how: Any) -> int:
+            self.layers += 1
+            return await super().read(*how)
+
+    async with a_bench() as bench:
+        bench.service._mover = bench.mover = Counted(bulk=bulk)
+        message = await bench.stored(PROMPT, 12)
+        assert (await bench.decode(message))[0] == foretell(PROMPT, 12)
+        assert (bench.mover.whole, bench.mover.layers) == (int(bulk), LAYOUT.layers)
 
 
 async def test_an_answer_taken_over_midway_goes_on_the_same():

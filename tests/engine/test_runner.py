@@ -121,6 +121,10 @@ async def test_runs_are_the_cache_itself(folder: Path, engine: TorchEngine):
         source, target = engine.runs(layer), other.runs(layer)
         assert source.shape == (engine.pages, engine.layout.run_bytes)
         target[elsewhere[: len(PAGES)]] = source[PAGES]
+    for page in PAGES:
+        block = engine.block(page)
+        assert block.shape == (engine.layout.layers, engine.layout.run_bytes)
+        assert all(np.shares_memory(run, engine.runs(layer)[page]) for layer, run in enumerate(block))
     assert first == text[0]
     assert (await decode(other, [PROMPT], [first], [elsewhere], count=12))[0] == text
     other.close()

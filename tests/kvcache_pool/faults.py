@@ -74,6 +74,9 @@ class FaultyMover:
         for _ in range(2 if number in self._faults.repeated_writes else 1):
             await self._inner.write(layer, grants, source, pages, priority)
 
+    def in_bulk(self, grants: Sequence[Grant]) -> bool:
+        return self._inner.in_bulk(grants)
+
     async def write_blocks(self, grants: Sequence[Grant], blocks: Blocks, priority: Priority) -> None:
         for layer, rows in enumerate(zip(*blocks, strict=True)):
             await self.write(layer, grants, np.stack(rows), range(len(grants)), priority)

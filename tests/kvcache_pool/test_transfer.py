@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvcache_pool.api import Grant, Lease, Mover, Priority, Stale
 from kvcache_pool.transfer.copiers import COPY_THREADS, HOP_BYTES, Copiers, Turns, hops
 from kvcache_pool.transfer.copies import Copies, Span
+from kvcache_pool.transfer.grain import in_bulk
 from kvcache_pool.transfer.mover import PoolMover, Reach
 from protocol.blocks import BlockLayout
 from protocol.errors import PeerLost
@@ -92,6 +93,28 @@ async def test_whole_blocks_come_back_wherever_they_lie(pool: Pool, reach: Reach
         pool.segments[0].memory.runs[grants[2].slot, 1, 5] ^= 1
         assert await mover.read_blocks(grants, into, Priority.LOAD) == 2
         assert await mover.read_blocks([], into[:0], Priority.LOAD) == 0
+
+
+def test_little_is_read_whole_and_much_layer_by_layer_more_so_from_afar() -> None:
+    smollm, large = 368_640, 2 << 20
+    assert [in_bulk(count, smollm, mapped=True) for count in (0, 1, 16, 22, 23, 64)] == [True] * 4 + [False] * 2
+    assert [in_bulk(count, smollm, mapped=False) for count in (1, 64, 68, 69)] == [True] * 3 + [False]
+    assert [in_bulk(count, large, mapped=True) for count in (4, 5)] == [True, False]
+    assert [in_bulk(count, large, mapped=False) for count in (12, 13)] == [True, False]
+
+
+async def test_a_mover_goes_by_the_way_to_the_segments_that_are_asked_for(tmp_path: Path) -> None:
+    layout = BlockLayout(2, 8, 128, 64, "float32")  # blocks of a MiB
+    async with a_pool(tmp_path, 12, layout=layout) as pool:
+        lease = await a_lease(pool, 12)
+        for reach, host, far in (
+            (Reach.AUTO, HOST, False),
+            (Reach.AUTO, "elsewhere", True),
+            (Reach.SERVICE, HOST, True),
+        ):
+            async with Moving(pool, lease, reach, host) as mover:
+                assert [mover.in_bulk(lease.targets[:count]) for count in (0, 8, 9)] == [True, True, far]
+                assert mover.in_bulk([Grant(SegmentId("unheard of"), 0, 1)])
 
 
 @given(
