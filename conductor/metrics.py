@@ -191,10 +191,19 @@ class Metrics:
         _grow(self._preempted, before.preempted, load.preempted)
         _grow(self._evicted, before.evicted, load.evicted)
         _grow(self._bad_frames, before.bad_frames, load.bad_frames)
+        _grow(self._events, before.events, load.events)
+        _grow(self._events_failed, before.events_failed, load.events_failed)
+        _grow(self._replays, before.replays, load.replays)
+        _grow(self._replays_abandoned, before.replays_abandoned, load.replays_abandoned)
+        _grow(self._listeners_refused, before.listeners_refused, load.listeners_refused)
 
     def set_stale(self, pool: Pool, instances: int) -> None:
         """So many living instances have not reported lately; the Conductor goes by its own ledger for them."""
         self._stale[pool].set(instances)
+
+    def set_degraded(self, is_degraded: bool) -> None:
+        """Whether something is not as it should be while requests are served all the same."""
+        self._degraded.set(is_degraded)
 
     def drop_instance(self, pool: Pool, instance: str) -> None:
         """An instance left, or died."""
@@ -267,6 +276,15 @@ class Metrics:
         self._preempted = self._counter("vllm:num_preemptions", "Requests preempted by decode instances.")
         self._evicted = self._counter("dango:evicted_blocks", "Blocks evicted.")
         self._bad_frames = self._counter("dango:bad_frames", "Frames dropped because they were no message.")
+        self._events = self._counter("dango:kv_event_batches", "Batches of KV events published.")
+        self._events_failed = self._counter("dango:kv_event_batches_failed", "Batches that could not be sent.")
+        self._replays = self._counter("dango:kv_event_replays", "Replays of KV events begun.")
+        self._replays_abandoned = self._counter(
+            "dango:kv_event_replays_abandoned", "Replays whose reader was gone or too slow."
+        )
+        self._listeners_refused = self._counter(
+            "dango:kv_event_listeners_refused", "Connections of listeners that were ended: there were too many."
+        )
         self._placed = self._counter("dango:placements", "Prompts that were given their instances.")
         self._replaced = self._counter("dango:replacements", "Prompts placed again since an instance failed.")
         self._rests = self._counter("dango:rests_on_decode", "Prompts whose rest a decode instance computed.")
@@ -301,6 +319,11 @@ class Metrics:
         running.set_function(lambda: sum(load.running for load in loads.values()))
         waiting = self._gauge("vllm:num_requests_waiting", "Requests in the instances' queues.")
         waiting.set_function(lambda: sum(load.waiting for load in loads.values()))
+        listeners = self._gauge("dango:kv_event_listeners", "Connected to KV events or their replay.")
+        listeners.set_function(lambda: sum(load.listeners for load in loads.values()))
+        self._degraded = self._gauge(
+            "dango:degraded", "1 while Redis cannot be used, or knows another cluster; requests are served."
+        )
         self._held = self._gauge("dango:held_requests", "Requests that wait before their prefill.")
         self._held_tokens = self._gauge("dango:held_tokens", "Prompt tokens of requests that wait so.")
         load = Gauge(

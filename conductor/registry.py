@@ -135,6 +135,7 @@ class Registry:
             listened = await sleep_unless_paused(EXPIRE_EVERY_S)
             self._metrics.bad_frames(dropped() - counted)
             counted = dropped()
+            self._metrics.set_degraded(bool(self.degraded))
             if not listened:
                 continue  # their reports lie unread
             for pool in Pool:

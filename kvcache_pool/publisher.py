@@ -5,34 +5,51 @@
 
 A slow listener cannot hold up the directory: to publish is one call that never waits, a subscriber
 that is too slow loses batches and sees it by their numbers, and a replay waits a moment for its reader and is then
-given up.
+given up. Many listeners, or bad ones, cost a bounded amount of memory: connections and what each subscribes to are
+counted (`kvcache_pool/door.py`), and what waits for each is bounded. The PUB is an XPUB, which differs in that it
+tells of subscriptions.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import zmq
 import zmq.asyncio
 
+from kvcache_pool.door import Door
 from kvcache_pool.events import Events
 from protocol.call import Answer
 from protocol.message import Message
+from protocol.registry import Load
 from protocol.rpc import Ask, Handler
+from protocol.tasks import together
 
-SUBSCRIBER_BATCHES_MAX = 1000
-"""That wait for one subscriber (ZeroMQ's high-water mark): a second of a busy pool. What it loses beyond, it may
-ask for again, since ten times as many are kept."""
+LISTENERS_MAX = 32
+"""Connected to either socket: indexers and routers are few. Who comes later is refused until one leaves."""
 
-REPLAY_BATCHES_MAX = 256
+SUBSCRIBER_BATCHES_MAX = 256
+"""That wait for one subscriber (ZeroMQ's high-water mark), 115 KB each at most and some KB as a rule. What it
+loses beyond, it may ask for again, since forty times as many are kept."""
+
+NOTICES_MAX = 1024
+"""Of subscriptions, that are read in one go: others get their turn."""
+
+REPLAY_BATCHES_MAX = 32
 """That wait for one reader of a replay; the rest follows as it reads."""
 
-REQUESTS_MAX = 64
+REQUESTS_MAX = 8
 """Replays that one peer may have asked for and not been given: nobody needs more than one."""
 
-REQUEST_BYTES_MAX = 4096
-"""A longer frame from a peer (a number, or a topic to subscribe to) closes its connection unread."""
+REQUEST_BYTES_MAX = 512
+"""A longer frame from a peer (a number, a topic to subscribe to, or what ZeroMQ says of itself) closes its
+connection unread."""
+
+WATCH_EVERY_S = 0.1
+"""How long one listener too many is there at most, if nothing is published meanwhile."""
 
 REPLAY_STALL_S = 1.0
 """A reader that takes nothing for so long is given up: others wait behind it."""
@@ -44,6 +61,9 @@ REPLAY_RUN = 64
 """Batches of a replay that are sent before others get their turn: a millisecond."""
 
 NUMBER_BYTES = 8
+CHANGES = {b"\1": 1, b"\0": -1}
+"""How an XPUB says that somebody subscribes, or does no more."""
+
 END = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
 """The number that ends a replay."""
 
@@ -51,7 +71,7 @@ log = logging.getLogger("dango.kvcache")
 
 
 class Publisher:
-    """Two sockets and a context of their own. `serve` must run for replays; `close` at the end."""
+    """Two sockets and a context of their own. `serve` must run for replays and bounds; `close` at the end."""
 
     def __init__(self, events: Events, topic: str, address: str, replay: str = "") -> None:
         """Listens at `address`, and at `replay` unless that is empty; publishes what is pending. Raises
@@ -66,9 +86,15 @@ class Publisher:
         """Replays whose reader was gone or too slow."""
         self._topic = topic.encode()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._pub = self._context.socket(zmq.PUB)
+        self._pub = self._context.socket(zmq.XPUB)
+        self._door = Door(self._context, self._pub, LISTENERS_MAX)
+        self._doors = [self._door]
         self._router = zmq.asyncio.Context(self._context).socket(zmq.ROUTER) if replay else None
+        if self._router is not None:
+            self._doors.append(Door(self._context, zmq.Socket.shadow(self._router.underlying), LISTENERS_MAX))
         try:
+            self._pub.setsockopt(zmq.RCVHWM, REQUESTS_MAX)
+            self._pub.setsockopt(zmq.XPUB_VERBOSER, 1)  # tells of each subscription, not of the first to a topic
             self._pub.setsockopt(zmq.SNDHWM, SUBSCRIBER_BATCHES_MAX)
             self.address = _bind(self._pub, address)
             self.replay_address = "" if self._router is None else self._listen(self._router, replay)
@@ -86,6 +112,7 @@ class Publisher:
 
     def publish(self) -> None:
         """Send what is pending, if anything is. Never waits and never raises."""
+        self._watch()
         if not self.events.pending:
             return
         for number, batch in self.events.flush(datetime.now(UTC).timestamp()):
@@ -94,6 +121,31 @@ class Publisher:
             except zmq.ZMQError as error:
                 self.failed += 1
                 log.warning("batch %d of KV events was not sent: %s", number, error)
+
+    def tell(self, load: Load) -> Load:
+        """The same with what is known here."""
+        self._watch()
+        return replace(
+            load,
+            events=self.events.number - self.failed,
+            events_failed=self.failed,
+            replays=self.replays,
+            replays_abandoned=self.abandoned,
+            listeners=sum(map(len, self._doors)),
+            listeners_refused=sum(door.refused for door in self._doors),
+        )
+
+    def _watch(self) -> None:
+        """See who came, and to how much they subscribe. Never waits."""
+        for door in self._doors:
+            door.watch()
+        for _ in range(NOTICES_MAX):
+            try:
+                said = self._pub.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            with contextlib.suppress(zmq.ZMQError):  # what the end of a connection took back names none
+                self._door.subscribed(int(said.get(zmq.SRCFD)), CHANGES.get(said.bytes[:1], 0))
 
     def after(self, row: Handler) -> Handler:
         """The same, and then publish; also when it has failed, since what it had changed before is changed."""
@@ -107,7 +159,16 @@ class Publisher:
         return row._replace(run=run)
 
     async def serve(self) -> None:
-        """Replay to who asks, one at a time, until cancelled; returns at once where nobody can."""
+        """Watch who connects, and replay to who asks, until cancelled."""
+        await together([self._watch_forever(), self._serve_replays()])
+
+    async def _watch_forever(self) -> None:
+        while True:
+            self._watch()
+            await asyncio.sleep(WATCH_EVERY_S)
+
+    async def _serve_replays(self) -> None:
+        """One at a time; returns at once where nobody can ask."""
         while self._router is not None:
             frames = await self._router.recv_multipart()
             if len(frames) != 3 or frames[1] or len(frames[2]) != NUMBER_BYTES:
@@ -131,6 +192,8 @@ class Publisher:
 
     def close(self) -> None:
         """Drops what waits for subscribers."""
+        for door in self._doors:
+            door.close()
         self._pub.close(0)
         if self._router is not None:
             self._router.close(0)

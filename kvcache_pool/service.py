@@ -125,13 +125,14 @@ class DirectoryService:
     def load(self) -> Load:
         """Blocks of the whole pool, which this instance keeps the books of."""
         stats = self._index.stats()
-        return Load(
+        load = Load(
             blocks_total=stats.total,
             blocks_free=stats.free,
             blocks_leased=stats.leased,
             blocks_pending=stats.reserved,
             evicted=stats.evicted,
         )
+        return load if self._publisher is None else self._publisher.tell(load)
 
     def _lookup(self, message: Lookup) -> Found:
         return self._index.find(message.blocks)

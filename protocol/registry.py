@@ -122,6 +122,18 @@ class Load(Message):
     """Requests preempted since the start."""
     bad_frames: int = 0
     """Frames dropped because they were no message."""
+    events: int = 0
+    """Batches of KV events published since the start; this and what follows are of the directory's instance."""
+    events_failed: int = 0
+    """Batches of them that could be sent to nobody."""
+    replays: int = 0
+    """Replays of events begun since the start."""
+    replays_abandoned: int = 0
+    """Replays given up since their reader was gone or too slow."""
+    listeners: int = 0
+    """Connected to the events or their replay now."""
+    listeners_refused: int = 0
+    """Connections ended since the start because too many were open, or too many topics subscribed to."""
     timings: list[Timing] = field(default_factory=list)
     """Passes since the report before, at most TIMINGS_MAX."""
 

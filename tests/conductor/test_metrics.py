@@ -61,6 +61,13 @@ def test_all_series_are_there_from_the_start_and_finite() -> None:
         "dango:refusals_total",
         "dango:ejections_total",
         "dango:stale_instances",
+        "dango:degraded",
+        "dango:kv_event_batches_total",
+        "dango:kv_event_batches_failed_total",
+        "dango:kv_event_replays_total",
+        "dango:kv_event_replays_abandoned_total",
+        "dango:kv_event_listeners",
+        "dango:kv_event_listeners_refused_total",
         "dango:replacements_denied_total",
         "dango:held_requests",
         "dango:held_tokens",
@@ -169,6 +176,25 @@ def test_counts_of_instances_grow_through_their_restarts() -> None:
     assert value(metrics, "dango:bad_frames_total") == 4
     assert value(metrics, "dango:steps_total", pool="decode") == 80
     assert value(metrics, "dango:steps_total", pool="prefill") == 0
+
+
+def test_kv_events_are_counted_through_restarts_and_listeners_as_they_are() -> None:
+    metrics = Metrics("tiny")
+    before = Load(events=5, events_failed=1, replays=3, replays_abandoned=2, listeners=4, listeners_refused=6)
+    after = Load(events=2, events_failed=1, replays=1, replays_abandoned=0, listeners=1, listeners_refused=1)
+    for load in (before, before, after):
+        metrics.set_pool_load(Pool.KVCACHE, "kvcache-0", load)
+    told = {
+        "batches_total": 7,
+        "batches_failed_total": 1,
+        "replays_total": 4,
+        "replays_abandoned_total": 2,
+        "listeners": 1,
+        "listeners_refused_total": 7,
+    }
+    assert {name: value(metrics, f"dango:kv_event_{name}") for name in told} == told
+    metrics.drop_instance(Pool.KVCACHE, "kvcache-0")
+    assert value(metrics, "dango:kv_event_listeners") == 0
 
 
 async def test_a_finished_request_is_counted_once_everywhere(tokenizer: Tokenizer) -> None:

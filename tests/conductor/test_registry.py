@@ -39,6 +39,18 @@ async def test_garbage_at_the_control_port_is_counted_and_disturbs_nobody():
         context.destroy(linger=0)
 
 
+async def test_a_redis_that_is_away_is_a_series_of_its_own_and_no_fault_of_the_service():
+    async with a_cluster() as cluster:
+        roster = cluster.dispatcher._registry._roster
+        assert cluster.counted("dango:degraded") == 0
+        for fault, told in (("Redis did not answer within 1 s", 1), ("", 0)):
+            roster.silence(fault)
+            async with asyncio.timeout(5):
+                while cluster.counted("dango:degraded") != told:  # noqa: ASYNC110 - a test may poll
+                    await asyncio.sleep(0.05)
+            assert cluster.dispatcher.readiness().ready
+
+
 async def test_an_instance_that_falls_silent_is_given_up_and_its_successor_taken_in():
     """B49: killed without a word; the next life under the same name is found at once."""
     async with a_cluster() as cluster:

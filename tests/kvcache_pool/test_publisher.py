@@ -17,12 +17,14 @@ import zmq.asyncio
 from kvcache_pool.announcing import announce_once
 from kvcache_pool.api import Announce, Announced, Commit, Directory, Done, Goodbye
 from kvcache_pool.config import KVCacheConfig
+from kvcache_pool.door import TOPICS_MAX, end_connection
 from kvcache_pool.events import Events
 from kvcache_pool.index import Index
-from kvcache_pool.publisher import END, REPLAY_BATCHES_MAX, Publisher
+from kvcache_pool.publisher import END, LISTENERS_MAX, REPLAY_BATCHES_MAX, REQUEST_BYTES_MAX, Publisher
 from kvcache_pool.service import DirectoryService
 from protocol.errors import RemoteError
 from protocol.ids import BlockHash, Incarnation, token_ids
+from protocol.registry import Load
 from protocol.rpc import Client, Server
 from protocol.zmq_transport import ZmqTransport
 from tests.kvcache_pool.builders import LAYOUT, Blank, a_place, an_ask, names
@@ -258,6 +260,108 @@ async def test_a_slow_subscriber_loses_batches_and_holds_up_nobody(
             numbers.append((await heard(slow))[0])
         assert len(numbers) < publisher.events.number - 1  # lost some, and the numbers say so
         assert publisher.failed == 0
+
+
+async def joined(publisher: Publisher, listeners: int, refused: int = 0) -> None:
+    """Until so many are connected, and at least so many were refused."""
+    async with asyncio.timeout(10.0):
+        while True:
+            load = publisher.tell(Load())
+            if load.listeners == listeners and load.listeners_refused >= refused:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def test_more_listeners_than_may_be_are_refused_until_one_leaves(context: Sockets) -> None:
+    async with a_directory() as (directory, publisher, _):
+        subs = [await subscribed(context, publisher) for _ in range(LISTENERS_MAX)]
+        late = context.socket(zmq.SUB)
+        late.subscribe(TOPIC)
+        late.connect(publisher.address)
+        await joined(publisher, LISTENERS_MAX, refused=2)  # it tries again by itself
+        await put(directory, 1)
+        assert [await heard(sub) for sub in subs]
+        assert not await late.poll(50)
+        subs[3].close(0)
+        async with asyncio.timeout(10.0):
+            while not await late.poll(20):
+                publisher.events.cleared()
+                publisher.publish()
+        await joined(publisher, LISTENERS_MAX)
+        askers = [an_asker(context, publisher) for _ in range(LISTENERS_MAX + 1)]
+        await joined(publisher, 2 * LISTENERS_MAX)
+        served = [asyncio.create_task(replayed(asker, 0)) for asker in askers]
+        await asyncio.wait(served, return_when=asyncio.FIRST_COMPLETED)
+        for asker in askers[:-1]:
+            asker.close(0)
+        await asyncio.gather(*served, return_exceptions=True)
+        await joined(publisher, LISTENERS_MAX + 1)
+
+
+async def test_who_subscribes_to_more_than_it_may_is_sent_away_alone(context: Sockets) -> None:
+    async with a_directory() as (directory, publisher, _):
+        good = await subscribed(context, publisher)
+        for topic in range(TOPICS_MAX - 2):
+            good.subscribe(f"other {topic}")
+        greedy = context.socket(zmq.SUB)
+        for topic in range(TOPICS_MAX + 1):
+            greedy.subscribe(f"{TOPIC} {topic}")
+        greedy.connect(publisher.address)
+        async with asyncio.timeout(10.0):
+            while publisher.tell(Load()).listeners_refused < 3:
+                await greedy.poll(10)  # it tries again while it listens
+        greedy.close(0)
+        await joined(publisher, 1)
+        await put(directory, 1)
+        assert (await heard(good))[1].events[0].block_hashes == names(1)
+        for _ in range(5):  # a topic that is given up does not count
+            good.unsubscribe("other 0")
+            good.subscribe("other 0")
+        await asyncio.sleep(0.3)
+        await put(directory, 1, 2)
+        assert (await heard(good))[1].events[0].block_hashes == names(2)
+        await joined(publisher, 1)
+
+
+async def test_a_frame_that_is_too_long_and_a_silent_connection_end_soon(context: Sockets) -> None:
+    async with a_directory() as (_, publisher, _):
+        port = int(publisher.address.rpartition(":")[2])
+        silent = socket.create_connection(("127.0.0.1", port))
+        await joined(publisher, 1)
+        long = context.socket(zmq.SUB)
+        long.subscribe("x" * REQUEST_BYTES_MAX)
+        long.setsockopt(zmq.RECONNECT_IVL, -1)
+        long.connect(publisher.address)
+        await joined(publisher, 0)
+        silent.close()
+
+
+def test_a_descriptor_of_another_file_is_left_alone(tmp_path: Path) -> None:
+    one, other = socket.socketpair()
+    server = socket.create_server(("127.0.0.1", 0))
+    far = socket.create_connection(server.getsockname())
+    near, _ = server.accept()
+    with one, other, server, far, near, (tmp_path / "file").open("w") as file:
+        for descriptor in (one.fileno(), file.fileno(), near.fileno(), 10**6):
+            end_connection(descriptor, "tcp://127.0.0.1:1")
+        file.write("still there")
+        one.sendall(b"x")
+        assert other.recv(1) == b"x"
+        near.sendall(b"y")
+        assert far.recv(1) == b"y"
+        end_connection(near.fileno(), f"tcp://127.0.0.1:{server.getsockname()[1]}")
+        assert far.recv(1) == b""
+
+
+async def test_what_the_publisher_counts_is_in_the_directorys_load(context: Sockets) -> None:
+    async with a_directory() as (directory, publisher, _):
+        sub = await subscribed(context, publisher)
+        await put(directory, 1)
+        await heard(sub)
+        await replayed(an_asker(context, publisher), 0)
+        load = DirectoryService(Index(), publisher).load()
+        assert (load.events, load.events_failed) == (publisher.events.number, 0)
+        assert (load.replays, load.replays_abandoned, load.listeners, load.listeners_refused) == (1, 0, 2, 0)
 
 
 async def test_tokens_and_parents_that_cannot_be_are_refused_and_change_nothing(
