@@ -341,6 +341,8 @@ class Metrics:
             registry=self.registry,
         )
         self._stale = {pool: stale.labels(self._model, pool.value) for pool in Pool}
+        draining = self._gauge("dango:draining_segments", "Segments whose blocks are carried to others.")
+        draining.set_function(lambda: sum(load.draining for load in self._of(Pool.KVCACHE)))
         blocks = Gauge(
             "dango:blocks",
             "Blocks of a pool: used (committed, without a lease), free, leased, pending.",

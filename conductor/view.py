@@ -173,7 +173,10 @@ class View:
         instance = self._instances.get(name)
         if instance is None or instance.incarnation != incarnation:
             return False
+        moved = instance.load.draining != load.draining
         instance.load, instance.heard_at, instance.reported_at = load, now, now
+        if moved:
+            self._homes.clear()
         self._hear(now)
         if instance.pool is Pool.DECODE:
             instance.foreign = max(load.running + load.waiting - len(instance.streams), 0)
@@ -255,18 +258,21 @@ class View:
         return totals[0] if totals and totals[0] else math.inf
 
     def home(self, instance: Instance) -> SegmentId | None:
-        """The segment nearest to an instance: on its host; instances of a pool are dealt over several.
+        """The segment nearest to an instance: on its host; instances of a pool are dealt over several. One that is
+        drained is nobody's home while there is another.
 
-        Every placement asks it of every instance, so it is kept until somebody joins or goes."""
+        Every placement asks it of every instance, so it is kept until somebody joins or goes, or is drained."""
         place = instance.name, instance.host
         if place not in self._homes:
             self._homes[place] = self._home(instance)
         return self._homes[place]
 
     def _home(self, instance: Instance) -> SegmentId | None:
-        segments = [i for i in self.of(Pool.KVCACHE) if i.host == instance.host] or self.of(Pool.KVCACHE)
-        if not segments:
+        all_of_them = self.of(Pool.KVCACHE)
+        if not all_of_them:
             return None
+        stay = [i for i in all_of_them if not i.load.draining] or all_of_them
+        segments = [i for i in stay if i.host == instance.host] or stay
         peers = [i.name for i in self.of(instance.pool) if i.host == instance.host]
         turn = peers.index(instance.name) if instance.name in peers else 0
         return SegmentId(segments[turn % len(segments)].name)

@@ -8,11 +8,13 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from kvcache_pool import operate
 from kvcache_pool.announcing import announce, place_of
 from kvcache_pool.config import KVCacheConfig
+from kvcache_pool.evacuation import Evacuation
 from kvcache_pool.events import Events
 from kvcache_pool.geometry import Geometry
 from kvcache_pool.index import Index
@@ -22,6 +24,7 @@ from kvcache_pool.segment_service import SegmentService
 from kvcache_pool.service import DirectoryService
 from kvcache_pool.slots import Shares
 from kvcache_pool.tiers import DiskTier, beside, disk_segment
+from kvcache_pool.transfer.mover import PoolMover
 from protocol.blocks import BlockLayout
 from protocol.cluster import Manifest
 from protocol.errors import DeadlineExceeded, PeerLost
@@ -31,6 +34,7 @@ from protocol.membership import REGISTRY_S
 from protocol.process import run_service
 from protocol.registry import REPORT_EVERY_S, GetManifest, Heard, Load, Pool
 from protocol.rpc import Client
+from protocol.tasks import together
 from protocol.transport import Transport
 from protocol.zmq_transport import ZmqTransport
 
@@ -109,6 +113,18 @@ async def _serve(
                 transport, host, beside(address), lambda: address if directory is not None else elsewhere
             )
 
+    mover = PoolMover(transport, host)
+    evacuations = [Evacuation(one, mover) for one in (segment, disk) if one is not None]
+
+    async def evacuate(address: str) -> None:
+        await together(
+            [one.run(transport, lambda: address if directory is not None else elsewhere) for one in evacuations]
+        )
+
+    def load() -> Load:
+        of_pool = directory.load() if directory is not None else Load()
+        return replace(of_pool, draining=segment.draining)
+
     async def sweep(_: str) -> None:
         if directory is not None:
             await directory.sweep()
@@ -123,12 +139,13 @@ async def _serve(
             log.warning("removed %s, whose owner is dead and has not come back", path)
 
     handlers = bytes_service.handlers() | (directory.handlers() if directory is not None else {})
-    loops = (tell, save, sweep, replay, tidy)
-    work = Work(handlers, directory.load if directory is not None else Load, heard, loops)
+    loops = (tell, save, evacuate, sweep, replay, tidy)
+    work = Work(handlers, load, heard, loops)
     role = Role(Pool.KVCACHE, config.instance, segment.incarnation, host, manifest, config.directory)
     try:
         await run_instance(transport, role, work, listen=config.listen, conductor=config.conductor)
     finally:
+        await mover.aclose()
         bytes_service.close()
         if disk_tier is not None:
             disk_tier.close()

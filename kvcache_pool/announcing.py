@@ -46,6 +46,9 @@ def place_of(segment: Segment, address: str, host: str, tier: Tier = Tier.MEMORY
 class Catalogued(Protocol):
     """What a segment tells of itself, and notes down."""
 
+    draining: bool
+    """What the directory has told last: whether the segment is drained."""
+
     @property
     def generation(self) -> int:
         """The highest that any of its slots has seen."""
@@ -94,7 +97,11 @@ async def announce_once(client: Client, segment: Catalogued, place: Place, noted
     """One announcement, and what its answer asks for; another at once, if the directory waits to hear that its
     news are noted. Returns the number of the last of these."""
     while True:
-        answer = await client.call(Announce(place, segment.generation, noted), Announced, within_s=DIRECTORY_S)
+        announce = Announce(place, segment.generation, noted, segment.draining)
+        answer = await client.call(announce, Announced, within_s=DIRECTORY_S)
+        if answer.draining != segment.draining:
+            log.info("%s is drained" if answer.draining else "%s is drained no more", place.segment)
+            segment.draining = answer.draining
         if answer.joined:
             await _bring_catalogue(client, segment, place)
         try:
@@ -113,7 +120,9 @@ async def _bring_catalogue(client: Client, segment: Catalogued, place: Place) ->
         part, last = notes[start : start + NOTES_MAX], start + NOTES_MAX >= len(notes)
         await client.call(Catalogue(place.segment, place.incarnation, part, last), Counted, within_s=DIRECTORY_S)
         if not last:  # a long one must not look like silence
-            await client.call(Announce(place, segment.generation), Announced, within_s=DIRECTORY_S)
+            await client.call(
+                Announce(place, segment.generation, 0, segment.draining), Announced, within_s=DIRECTORY_S
+            )
 
 
 async def _say_goodbye(client: Client, place: Place) -> None:

@@ -54,6 +54,14 @@ class Order(Protocol):
         None leaves it as it was."""
         ...
 
+    def first(self) -> int | None:
+        """About the next to go. None when there is none."""
+        ...
+
+    def tuck(self, slot: int, before: int) -> None:
+        """Of two that are here: the first goes before the other, if the order is one of times alone."""
+        ...
+
     def drop(self, slot: int) -> None:
         """A lease names it now; its past counts when it comes back. One that is not here is no error."""
         ...
@@ -90,10 +98,22 @@ class LeastRecent:
 
     def touch(self, slot: int, name: BlockHash = NO_NAME, depth: int | None = None) -> None:
         """See Order: it is now the last to go."""
+        self._insert(slot, self._end)
+
+    def first(self) -> int | None:
+        """See Order."""
+        return next(iter(self), None)
+
+    def tuck(self, slot: int, before: int) -> None:
+        """See Order."""
+        if slot != before:
+            self._insert(slot, before)
+
+    def _insert(self, slot: int, after: int) -> None:
         self.drop(slot)
-        end, last = self._end, self._before[self._end]
-        self._after[last] = self._before[end] = slot
-        self._before[slot], self._after[slot] = last, end
+        before = self._before[after]
+        self._after[before] = self._before[after] = slot
+        self._before[slot], self._after[slot] = before, after
         self._count += 1
 
     def drop(self, slot: int) -> None:
@@ -146,6 +166,13 @@ class LeastUsed:
             heapq.heappush(self._counts, uses)
         self._by_uses[uses][slot] = None
         self._count += 1
+
+    def first(self) -> int | None:
+        """See Order."""
+        return next(iter(self), None)
+
+    def tuck(self, slot: int, before: int) -> None:
+        """See Order: uses count here."""
 
     def drop(self, slot: int) -> None:
         """See Order."""
@@ -202,6 +229,15 @@ class LengthAware:
             self._heap = [(key, slot) for slot, key in self._keys.items()]
             heapq.heapify(self._heap)
 
+    def first(self) -> int | None:
+        """See Order."""
+        while self._heap and self._keys.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][1] if self._heap else None
+
+    def tuck(self, slot: int, before: int) -> None:
+        """See Order: uses count here."""
+
     def drop(self, slot: int) -> None:
         """See Order."""
         self._keys.pop(slot, None)
@@ -255,6 +291,13 @@ class S3Fifo:
         else:
             self._small[slot] = None
         self._names[slot] = name
+
+    def first(self) -> int | None:
+        """See Order."""
+        return next(iter(self), None)
+
+    def tuck(self, slot: int, before: int) -> None:
+        """See Order: uses count here."""
 
     def drop(self, slot: int) -> None:
         """See Order."""

@@ -19,6 +19,8 @@ HEADER = struct.Struct("<8sI4I16sQ64s")
 """Magic, format, layers, kv_heads, head_dim, block_tokens, kv_type, slots, incarnation."""
 NAME_AT, NAME_BYTES = HEADER.size, 64
 """Where the segment's name lies in the header page."""
+DRAINING_AT = NAME_AT + NAME_BYTES
+"""A byte of that page: 1 while the segment is drained."""
 
 NAME = BLOCK_HASH_BYTES
 """Bytes of a block's name."""

@@ -19,8 +19,8 @@ from protocol.ids import BlockHash
 class Idle:
     """Idle blocks by their slots. Owns the order, and the pins of all blocks of the segment, leased ones too.
 
-    Mutates: touch, demote, drop, forget, take, pin, unpin, end_pins. Every operation costs what it costs in the
-    order.
+    Mutates: touch, demote, tuck, drop, forget, take, pin, unpin, end_pins. Every operation costs what it costs in
+    the order.
     """
 
     def __init__(self, order: Order, hard_max: int) -> None:
@@ -52,6 +52,21 @@ class Idle:
         return len(self._demoted) + len(self._order)
 
     @property
+    def demoted(self) -> int:
+        """How many are here no longer expected to be used."""
+        return len(self._demoted)
+
+    @property
+    def next_unpinned(self) -> int | None:
+        """The next to go that is not pinned."""
+        return next(iter(self._demoted)) if self._demoted else self._order.first()
+
+    @property
+    def hard_room(self) -> int:
+        """Hard pins that can still be put."""
+        return self._pins.hard_room
+
+    @property
     def pinned(self) -> int:
         """Blocks of the segment that are pinned, idle or leased."""
         return len(self._pins)
@@ -79,6 +94,12 @@ class Idle:
             self._order.drop(slot)
             self._demoted[slot] = None
             self._demoted.move_to_end(slot, last=False)
+
+    def tuck(self, slot: int, before: int | None) -> None:
+        """Let a block that has just been touched go before that other one, if both are here and not pinned, and
+        the order can do so."""
+        if before is not None and slot in self._order and before in self._order:
+            self._order.tuck(slot, before)
 
     def drop(self, slot: int) -> None:
         """A lease names it now. A block that is not here is no error."""
@@ -128,6 +149,10 @@ class Idle:
     def kind(self, slot: int) -> PinKind | None:
         """How a block is pinned, if it is."""
         return self._pins.kind(slot)
+
+    def pin_of(self, slot: int) -> tuple[PinKind, float] | None:
+        """How a block is pinned, and until when."""
+        return self._pins.get(slot)
 
     def end_pins(self, now: float, names: Sequence[BlockHash | None]) -> None:
         """End the pins whose time is over. `names` has the name of each slot's block."""

@@ -13,8 +13,23 @@ as long as another segment has it too, and a segment gives only a share of its s
 them takes the place of a block that nobody else has. When the others are gone it is a block like any other.
 """
 
-from kvcache_pool.api import Acquire, Copy, Lease, LeaseLost, PoolFull, Stats
+from collections import Counter
+from itertools import islice
+
+from kvcache_pool.api import (
+    LEASE_S,
+    Acquire,
+    Carried,
+    Carry,
+    Copy,
+    Lease,
+    LeaseLost,
+    PinKind,
+    PoolFull,
+    Stats,
+)
 from kvcache_pool.counts import stats_of
+from kvcache_pool.draining import LOOKS_MAX, elsewhere, pass_pin, staying, target_for
 from kvcache_pool.events import Recorder
 from kvcache_pool.leases import QUARANTINE_S, Claim, Leases
 from kvcache_pool.rooms import copies_for, rooms_for, with_copies
@@ -62,7 +77,7 @@ class Index(Stock):
         blocks = [*with_copies(sources, copies), *targets]
         committable = [*targets, *copies.values()]
         pairs = [(sources[source], copy) for source, copy in copies.items()]
-        self._leases.grant(Claim(ask.lease, ask.owner, now + ask.lease_s, blocks, committable, pairs))
+        self._leases.grant(Claim(ask.lease, ask.owner, now + ask.lease_s, blocks, committable, pairs, ask.moves))
         homes = {block.home: None for block in blocks}
         return Lease(
             ask.lease,
@@ -76,8 +91,57 @@ class Index(Stock):
         """Room near the asker for sources that are elsewhere; as far as it goes, in their order."""
         if near is None:
             return {}
-        copied = copies_for(ask.copies, near, sources)
-        return dict(zip(copied, self._reserve(near, len(copied), copy=True), strict=True))
+        copied = copies_for(ask.copies, near, sources, moves=ask.moves)
+        return dict(zip(copied, self._reserve(near, len(copied), copy=not ask.moves), strict=True))
+
+    def carry(self, ask: Carry, now: float) -> Carried:
+        """Lease some blocks of a segment that is drained, what was used last first, and room for them elsewhere.
+        What gets no room is forgotten, if it may be: see draining.py. Raises PoolFull when there may be no more
+        leases, or ValueError for a lease's name that is taken; then nothing has changed."""
+        self.expire(now)
+        if ask.lease in self._leases:
+            raise ValueError(f"there is a lease {ask.lease} already")
+        if self._leases.full:
+            raise PoolFull(f"{len(self._leases)} leases are out, and there may be no more")
+        slots = self._segments.get(ask.segment)
+        pairs = self._outgoing(slots, ask) if slots is not None else []
+        for source, _ in pairs:
+            source.home.idle.drop(source.slot)
+            source.leases += 1
+        blocks = [block for pair in pairs for block in pair]
+        if pairs:
+            targets = [target for _, target in pairs]
+            owner = f"the drain of {ask.segment}"
+            self._leases.grant(Claim(ask.lease, owner, now + LEASE_S, blocks, targets, pairs, moves=True))
+        return Carried(
+            [name for source, _ in pairs if (name := source.name) is not None],
+            [source.grant for source, _ in pairs],
+            [target.grant for _, target in pairs],
+            [home.place for home in {block.home: None for block in blocks}],
+        )
+
+    def _outgoing(self, slots: Slots, ask: Carry) -> list[tuple[Block, Block]]:
+        """Blocks that leave a segment, and the room that is reserved for each; some may be forgotten instead."""
+        stay = staying(self._segments.values())
+        able = [one for one in stay if one.place.segment not in ask.avoid]
+        pairs: list[tuple[Block, Block]] = []
+        planned = Counter[Slots]()
+        for slot in [*islice(slots.leaving, LOOKS_MAX)]:
+            if len(pairs) == ask.limit or not stay:
+                break
+            block = Block(slots, slot)
+            if elsewhere(block, self._replicas.named(block)) is not None:
+                del slots.leaving[slot]
+                slots.moved[slot] = None
+            elif (target := target_for(block, able, pairs[-1][1].home if pairs else None, planned)) is not None:
+                planned[target] += slots.idle.kind(slot) is PinKind.HARD
+                pairs.append((block, self._reserve(target, 1)[0]))
+            elif block.leases or slots.idle.kind(slot) is not None or len(able) < len(stay):
+                slots.leaving.move_to_end(slot)
+            else:
+                self._forget(block)
+                self._evicted += 1
+        return pairs
 
     def commit(self, lease: LeaseId, targets: list[int], blocks: list[BlockHash], now: float) -> None:
         """Publish written targets. Raises LeaseLost, or ValueError if these targets were never granted.
@@ -90,6 +154,17 @@ class Index(Stock):
             raise ValueError(f"{lease} has {len(claim.targets)} targets")
         for target, name in zip(reversed(targets), reversed(blocks), strict=True):
             self._publish(claim.targets[target], name)
+        for source, copy in claim.copies if claim.moves else []:
+            if copy.name is not None and copy.name == source.name:
+                self._move(source, copy)
+
+    def _move(self, source: Block, copy: Block) -> None:
+        """A block is in its new place. Its pin goes with it, its age, and what it was when it was not used."""
+        home = source.home
+        pass_pin(source, copy)
+        copy.home.uses[copy.slot] = home.uses[source.slot]
+        home.leaving.pop(source.slot, None)
+        home.moved[source.slot] = None
 
     def renew(self, lease: LeaseId, lease_s: float, now: float) -> None:
         """Extend a lease. Raises LeaseLost."""
@@ -101,11 +176,18 @@ class Index(Stock):
         """End a lease: its named blocks become idle, the others free. One that is gone is no error. `before`
         counts the blocks of the prompt that come before the lease's."""
         claim = self._leases.end(lease)
-        if claim is not None:
-            self._let_go(claim.blocks, before)
-            for source, copy in claim.copies:
-                if copy.name is not None:
-                    source.home.idle.demote(source.slot)
+        if claim is None:
+            return
+        carried = claim.moves and any(source.home.draining for source, _ in claim.copies)
+        self._let_go(claim.blocks, before, used=not carried)
+        for source, copy in claim.copies:
+            if copy.name is None:
+                continue
+            if not carried:
+                source.home.idle.demote(source.slot)
+                continue
+            copy.home.idle.tuck(copy.slot, source.home.behind.get(copy.home.number))
+            source.home.behind[copy.home.number] = copy.slot
 
     def expire(self, now: float) -> list[Claim]:
         """End the pins and leases whose time is over; returns the leases. What was reserved for them is
@@ -122,8 +204,10 @@ class Index(Stock):
             self._let_go(claim.blocks)
         return overdue
 
-    def _let_go(self, blocks: list[Block], before: int = 0) -> None:
-        tiered = self._replicas.tiered
+    def _let_go(self, blocks: list[Block], before: int = 0, *, used: bool = True) -> None:
+        """One lease less names these, which is a use of them, unless they were only carried."""
+        self._uses += 1
+        tiered = used and self._replicas.tiered
         for position in range(len(blocks) - 1, -1, -1):  # the front of a prefix becomes the last to be evicted
             block = blocks[position]
             home, slot = block.home, block.slot
@@ -132,6 +216,8 @@ class Index(Stock):
                 for saved in self._replicas.saved(block):  # what is hot in memory stays on disk
                     if saved.leases == 0:
                         saved.touch(before + position)
+            if used:
+                home.uses[slot] = self._uses
             if home.leases[slot] == 0 and not home.left:
                 name = home.names[slot]
                 if name is not None:

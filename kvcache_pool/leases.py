@@ -39,6 +39,8 @@ class Claim:
     """What can be committed: those of `blocks` that were reserved for it, as a commit counts them."""
     copies: list[tuple[Block, Block]]
     """Of `blocks`: each source that is to be copied, and the target that is for it."""
+    moves: bool = False
+    """Whether these copies take the place of their sources."""
 
 
 class Leases:

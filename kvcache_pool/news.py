@@ -32,6 +32,10 @@ class News:
         """Whether the segment has noted all that is true of the pieces up to this one."""
         return not self._latest or next(iter(self._latest.values()))[0] > number
 
+    def is_untold(self, slot: int) -> bool:
+        """Whether the segment has yet to note down what this slot holds."""
+        return slot in self._latest
+
     def tell(self, grant: Grant, name: bytes) -> None:
         """This use of a slot holds that block now, or (an empty name) none that should be found."""
         self._number += 1

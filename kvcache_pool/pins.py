@@ -31,6 +31,16 @@ class Pins:
         pin = self._pins.get(slot)
         return None if pin is None else pin[0]
 
+    def get(self, slot: int) -> tuple[PinKind, float] | None:
+        """How this block is pinned, and until when."""
+        pin = self._pins.get(slot)
+        return None if pin is None else pin[:2]
+
+    @property
+    def hard_room(self) -> int:
+        """How many more may be hard."""
+        return max(0, self._hard_max - self._hard)
+
     def put(self, slot: int, kind: PinKind, end: float) -> bool:
         """Pin a block, in place of what pin it had. False, and nothing changes, if that were a hard one too
         many."""

@@ -76,6 +76,10 @@ class Replicas:
         """Of this name, the oldest first."""
         return [self._block(place) for place in self._names.places(name)]
 
+    def named(self, block: Block) -> list[Block]:
+        """All replicas of this block, itself too, if it has a name."""
+        return self.of(block.name) if block.name is not None else []
+
     def count(self, name: BlockHash) -> int:
         """How many there are of this name."""
         return len(self._names.places(name))
@@ -87,7 +91,7 @@ class Replicas:
 
     def choose(self, blocks: Sequence[BlockHash], near: Slots | None) -> list[Block]:
         """One replica of each block of the cached prefix: near, else where the one before was, else the oldest;
-        from a disk only if no memory has it."""
+        from a segment that is drained only if no other has it, and from a disk only if no memory has it."""
         chosen: list[Block] = []
         last = near
         for name in blocks:
@@ -96,7 +100,7 @@ class Replicas:
                 break
             block = replicas[0]
             if len(replicas) > 1:
-                replicas = [one for one in replicas if not one.home.on_disk] or replicas
+                replicas = _best(replicas)
                 block = replicas[0]
                 block = in_segment(near, replicas) or in_segment(last, replicas) or block
             chosen.append(block)
@@ -118,8 +122,8 @@ class Replicas:
         had counts no more. Returns how many are pinned."""
         kept: list[Block] = []
         for name in blocks:
-            # The one that has a pin already keeps it, if it can.
-            replicas = sorted(self.of(name), key=lambda one: one.home.idle.kind(one.slot) is None)
+            # The one that has a pin already keeps it, if it can and stays.
+            replicas = sorted(self.of(name), key=_unfit_for_pin)
             block = next((one for one in replicas if one.home.idle.pin(one.slot, name, kind, end)), None)
             if block is None:
                 break
@@ -158,6 +162,16 @@ class Replicas:
 
     def _block(self, place: int) -> Block:
         return Block(self._homes[home_of(place)], slot_of(place))
+
+
+def _best(replicas: list[Block]) -> list[Block]:
+    """Those to read from."""
+    in_memory = [one for one in replicas if not one.home.on_disk] or replicas
+    return [one for one in in_memory if not one.home.draining] or in_memory
+
+
+def _unfit_for_pin(block: Block) -> tuple[bool, bool]:
+    return block.home.draining, block.home.idle.kind(block.slot) is None
 
 
 def in_segment(slots: Slots | None, replicas: Sequence[Block]) -> Block | None:

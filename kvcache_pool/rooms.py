@@ -1,6 +1,7 @@
 """Where new blocks go, and copies of cached ones. Pure.
 
-New blocks go to memory; to a disk only what is saved there, whose asker says so (`near` is then that disk).
+New blocks go to memory; to a disk only what is saved there, whose asker says so (`near` is then that disk). A
+segment that is drained gets none.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,8 @@ def rooms_for(
     not to be evicted. Raises PoolFull."""
     home = segments.get(near) if near is not None else None
     to_disk = home is not None and home.on_disk
-    spare = {
-        name: slots.room for name, slots in segments.items() if (name == near if to_disk else not slots.on_disk)
-    }
+    able = {name: slots for name, slots in segments.items() if not slots.draining}
+    spare = {name: slots.room for name, slots in able.items() if (name == near if to_disk else not slots.on_disk)}
     for block in sources:
         if block.home.place.segment in spare:
             spare[block.home.place.segment] -= block.home.idle.may_go(block.slot)
@@ -37,12 +37,14 @@ def rooms_for(
     return shares
 
 
-def copies_for(copies: int, slots: Slots, sources: Sequence[Block]) -> list[int]:
+def copies_for(copies: int, slots: Slots, sources: Sequence[Block], *, moves: bool = False) -> list[int]:
     """Which sources get a slot in this segment too, as far as there is room: those that other memory has. What is
-    on a disk comes to memory otherwise: see tiers.py."""
+    on a disk comes to memory otherwise: see tiers.py. What moves comes from anywhere, and is no copy."""
     elsewhere = [source for source, block in enumerate(sources) if block.home is not slots]
-    if slots.on_disk:
+    if slots.on_disk or slots.draining:
         return []
+    if moves:
+        return elsewhere[: min(copies, slots.room)]
     in_memory = [source for source in elsewhere if not sources[source].home.on_disk]
     return in_memory[: min(copies, slots.copies_room)]
 

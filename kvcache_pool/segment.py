@@ -41,7 +41,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvcache_pool.api import Corrupt, Note, Stale
-from kvcache_pool.geometry import NAME, NAME_AT, NAME_BYTES, NOTE, SHAPE_BYTES, Geometry, name_field
+from kvcache_pool.geometry import DRAINING_AT, NAME, NAME_AT, NAME_BYTES, NOTE, SHAPE_BYTES, Geometry, name_field
 from protocol.ids import Incarnation, SegmentId
 
 SHM = Path("/dev/shm")
@@ -191,6 +191,7 @@ class Segment:
             os.posix_fallocate(self._file, 0, geometry.file_bytes)
             os.pwrite(self._file, geometry.header(incarnation), 0)
             os.pwrite(self._file, name_field(segment), NAME_AT)
+            self._draining = os.pread(self._file, 1, DRAINING_AT) == b"\1"
             self.memory = Memory(self._file, geometry)
         except BaseException:
             self.close()
@@ -200,6 +201,18 @@ class Segment:
     def generation(self) -> int:
         """The highest generation that any slot has seen."""
         return int(self.memory.generations.max())
+
+    @property
+    def draining(self) -> bool:
+        """Whether the directory has told last that the segment is drained. Its next life knows it too, if it takes
+        the file over."""
+        return self._draining
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        if draining != self._draining:
+            os.pwrite(self._file, bytes([draining]), DRAINING_AT)
+            self._draining = draining
 
     def note(self, note: Note) -> None:
         """See Memory.note."""

@@ -15,6 +15,8 @@ from kvcache_pool.api import (
     Acquire,
     Announce,
     Announced,
+    Carried,
+    Carry,
     Catalogue,
     Clear,
     Cleared,
@@ -22,6 +24,7 @@ from kvcache_pool.api import (
     Counted,
     Discard,
     Done,
+    Drain,
     Due,
     Existing,
     Exists,
@@ -92,6 +95,8 @@ class DirectoryService:
                 at_once(Release, self._release),
                 at_once(Discard, self._discard),
                 handler(Clear, self._clear),
+                at_once(Drain, self._drain),
+                at_once(Carry, self._carry),
                 at_once(Pin, self._pin),
                 at_once(Unpin, self._unpin),
                 handler(Remove, self._remove),
@@ -118,6 +123,7 @@ class DirectoryService:
             for segment in self._index.silent(now):
                 log.warning("segment %s is silent: its blocks are given up", segment)
             self._stirred.set()
+            self._index.settle()
             self._index.trim()
             if self._publisher is not None:
                 self._publisher.publish()
@@ -181,6 +187,20 @@ class DirectoryService:
         count = self._index.discard(message.grants)
         log.warning("%d blocks were found bad and are forgotten", count)
         return Done()
+
+    def _drain(self, message: Drain) -> Counted:
+        count = self._index.drain(message.segment, undo=message.undo)
+        log.info("segment %s is drained%s", message.segment, " no more" if message.undo else "")
+        return Counted(count)
+
+    def _carry(self, message: Carry) -> Carried:
+        _require_names(message.lease, message.segment)
+        if not 0 < message.limit <= NOTES_MAX:
+            raise BadMessage(f"from 1 to {NOTES_MAX} blocks can be asked for, not {message.limit}")
+        try:
+            return self._index.carry(message, _now())
+        except ValueError as error:
+            raise BadMessage(str(error)) from error
 
     async def _clear(self, _message: Clear, _: Ask) -> Cleared:
         def clear() -> int:
@@ -250,7 +270,7 @@ class DirectoryService:
         if not 0 <= message.generation < 1 << 63:
             raise BadMessage(f"segment {place.segment} announces generation {message.generation}")
         try:
-            joined = self._index.announce(place, message.generation, _now())
+            joined = self._index.announce(place, message.generation, _now(), message.draining)
         except ValueError as error:
             raise BadMessage(str(error)) from error
         if joined:
@@ -260,7 +280,7 @@ class DirectoryService:
         news, number = self._index.news(place.segment, 0 if joined else message.noted)
         self._stirred.set()
         more = bool(news) and (self._waiting > 0 or len(news) == NOTES_MAX)
-        return Announced(joined, news, number, more)
+        return Announced(joined, news, number, more, self._index.draining(place.segment))
 
     def _catalogue(self, message: Catalogue) -> Counted:
         if len(message.notes) > NOTES_MAX:

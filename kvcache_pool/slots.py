@@ -5,6 +5,7 @@ A pool may have millions of blocks, so what is known of each lies in tables with
 """
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -131,6 +132,16 @@ class Slots:
         no disk has, while there is one. On a disk: those that were read twice and that no memory has."""
         self.read: set[int] = set()
         """Slots on a disk that have been read once."""
+        self.draining = False
+        """Whether it gives no slots, and all that it has leaves: see draining.py."""
+        self.leaving: OrderedDict[int, None] = OrderedDict()
+        """Slots of a segment that is drained whose blocks are to be carried elsewhere, the first first."""
+        self.moved: dict[int, None] = {}
+        """Slots whose blocks are elsewhere by now, and are to be forgotten here."""
+        self.behind: dict[int, int] = {}
+        """Of each other segment, by its number: the slot of what was carried there last."""
+        self.uses = array("Q", bytes(8 * count))
+        """When each slot's block was last used, as the stock counts uses."""
         self.news = News()
         """What the segment has yet to note down."""
         self._free = count
@@ -173,6 +184,24 @@ class Slots:
     def leased(self) -> int:
         """Cached blocks that a lease names."""
         return self.cached - len(self.idle)
+
+    @property
+    def next_to_go(self) -> tuple[int, int] | None:
+        """The age of what would be evicted next; None if nothing can go but what is pinned."""
+        if self.idle.demoted:
+            return (0, 0)
+        slot = self.idle.next_unpinned
+        return None if slot is None else self.age(slot)
+
+    def age(self, slot: int) -> tuple[int, int]:
+        """What is older is less: by its last use, and of what was not used since the directory began, by its
+        writing."""
+        return self.uses[slot], self.generations[slot]
+
+    def leave_next(self, slot: int) -> None:
+        """Its block is the next to be carried."""
+        self.leaving[slot] = None
+        self.leaving.move_to_end(slot, last=False)
 
     def used(self) -> Iterator[Block]:
         """The blocks in the slots that are not free. O(slots)."""
@@ -223,6 +252,7 @@ class Slots:
         """The slot holds nothing any more."""
         assert block.name is None, "a block is forgotten before its slot is free"
         self.generations[block.slot] = 0
+        self.uses[block.slot] = 0
         self.read.discard(block.slot)
         self.spoiled.discard(block.slot)
         self.copy_slots.discard(block.slot)
@@ -252,7 +282,9 @@ class Slots:
         """Counts of its blocks."""
         place = self.place
         counts = (place.slots, self.free, self.cached, self.leased, self.idle.pinned, self.copies)
-        return SegmentStats(place.segment, place.incarnation, place.host, *counts, self.on_disk)
+        return SegmentStats(
+            place.segment, place.incarnation, place.host, *counts, self.on_disk, draining=self.draining
+        )
 
     def check(self) -> None:
         """Asserts that no slot is lost or doubled, and that `idle` and `cached` are what they say."""
@@ -265,6 +297,10 @@ class Slots:
         assert self.copies <= self.copies_max
         named = {block.slot for block in used if block.name is not None}
         assert self.cached == len(named) == sum(name is not None for name in self.names)
+        assert not self.draining or self.leaving.keys() | self.moved.keys() == named
+        assert self.leaving.keys().isdisjoint(self.moved)
+        assert self.moved.keys() <= named
+        assert self.draining or not self.leaving
         assert set(self.idle) == {slot for slot in named if not self.leases[slot]}
         assert all(self.idle.kind(slot) is None for slot in slots - named), "what has no name is not pinned"
         assert self.idle.pinned == sum(self.idle.kind(slot) is not None for slot in named)

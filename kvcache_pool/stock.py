@@ -9,8 +9,10 @@ and it was committed. Each use of a slot has a generation of its own, greater th
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from kvcache_pool.api import Found, Grant, Note, PinKind, Place, SegmentStats
+from kvcache_pool.draining import LOOKS_MAX, begin, elsewhere, end, pass_pin, require_drainable
 from kvcache_pool.events import Recorder
 from kvcache_pool.lives import Lives
 from kvcache_pool.replicas import Replicas, in_segment
@@ -46,11 +48,13 @@ class Stock:
         self._lives = Lives()
         self._evicted = 0
         self._cleared = 0  # the highest generation when all was forgotten
+        self._uses = 0  # releases of leases and their like, which tell what was used before what
 
     # -- segments -----------------------------------------------------------------------------------
 
-    def announce(self, place: Place, generation: int, now: float) -> bool:
-        """A segment is there, and `generation` is the highest it has seen. True if it joins by this.
+    def announce(self, place: Place, generation: int, now: float, draining: bool = False) -> bool:
+        """A segment is there, and `generation` is the highest it has seen. True if it joins by this; then
+        `draining` tells whether it is drained, unless an earlier life of it is known here.
 
         Raises ValueError for one that cannot join beside the others, or that a newer life has replaced.
         """
@@ -63,6 +67,7 @@ class Stock:
             self._drop(known)
         self._joined += 1
         joins = self._segments[place.segment] = Slots(self._joined, place, now, self._shares)
+        joins.draining = known.draining if known is not None else draining
         self._replicas.join(joins)
         self._generation = max(self._generation, generation) + GENERATIONS_A_JOIN
         return True
@@ -95,6 +100,8 @@ class Stock:
             assert block.name is not None
             self._replicas.add(block.name, block)
             block.touch()
+            if slots.draining:
+                slots.leave_next(block.slot)
         return len(blocks)
 
     def leave(self, segment: SegmentId, incarnation: Incarnation) -> bool:
@@ -148,7 +155,7 @@ class Stock:
         below it, so that whoever comes finds free slots. Returns how many blocks went."""
         before = self._evicted
         for slots in self._segments.values():
-            for _ in range(min(slots.excess, slots.idle.unpinned)):
+            for _ in range(0 if slots.draining else min(slots.excess, slots.idle.unpinned)):
                 self._evict(slots)
         return self._evicted - before
 
@@ -164,6 +171,8 @@ class Stock:
             block.name = name
             block.home.cached += 1
             block.home.news.tell(block.grant, name)
+            if block.home.draining:
+                block.home.leave_next(block.slot)
             if self._replicas.add(name, block) == 1:
                 block.home.keep(block)
         elif first.leases == 0:
@@ -172,8 +181,10 @@ class Stock:
     def touch(self, prefix: Sequence[BlockHash]) -> None:
         """Count these blocks, in the order of a prompt, as used just now; the first of them last."""
         tiered = self._replicas.tiered
+        self._uses += 1
         for depth in range(len(prefix) - 1, -1, -1):
             for block in self._replicas.of(prefix[depth]):
+                block.home.uses[block.slot] = self._uses
                 if block.leases == 0:
                     block.touch(depth)
                 if tiered and not block.home.on_disk:
@@ -233,7 +244,49 @@ class Stock:
         block.name = None
         block.home.cached -= 1
         block.home.idle.forget(block.slot)
+        block.home.leaving.pop(block.slot, None)
+        block.home.moved.pop(block.slot, None)
         block.home.news.tell(block.grant, b"")
+
+    # -- draining -----------------------------------------------------------------------------------
+
+    def drain(self, segment: SegmentId, *, undo: bool = False) -> int:
+        """Begin to empty a segment, or end it. Returns how many blocks it holds. Raises CannotDrain for one that
+        is not there, or that no other could take the blocks of."""
+        slots = self._segments.get(segment) if undo else None
+        slots = slots or require_drainable(segment, self._segments)
+        if undo:
+            end(slots)
+        elif not slots.draining:
+            begin(slots)
+        return slots.place.slots - slots.free
+
+    def draining(self, segment: SegmentId) -> bool:
+        """Whether a segment is drained."""
+        return self._segments[segment].draining
+
+    def settle(self) -> int:
+        """Forget what has moved, where it was: once nobody reads it there, and its new segment has noted that it
+        has it, so that it is found after any death. Returns how many."""
+        gone = 0
+        for slots in self._segments.values():
+            for slot in [*islice(slots.moved, LOOKS_MAX)]:
+                del slots.moved[slot]
+                gone += self._settle(Block(slots, slot))
+        return gone
+
+    def _settle(self, block: Block) -> bool:
+        home = block.home
+        other = elsewhere(block, self._replicas.named(block))
+        if other is None:  # evicted there, or its segment is gone: so it stays here, or must be carried again
+            if home.draining:
+                home.leave_next(block.slot)
+            return False
+        if block.leases or other.home.news.is_untold(other.slot) or not pass_pin(block, other):
+            home.moved[block.slot] = None  # behind the others
+            return False
+        self._forget(block)
+        return True
 
     # -- pins ---------------------------------------------------------------------------------------
 

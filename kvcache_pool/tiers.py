@@ -116,6 +116,8 @@ class Carrier:
 
     async def round(self, directory: Directory) -> int:
         """Copy some blocks. Returns how many; 0 when nothing is due. Raises PoolFull and its like."""
+        if self._target.draining:
+            return 0
         due = await directory.due(self._source.segment, ROUND_BLOCKS)
         if not due.blocks:
             return 0

@@ -120,6 +120,8 @@ class Load(Message):
     """Blocks evicted since the start."""
     preempted: int = 0
     """Requests preempted since the start."""
+    draining: bool = False
+    """Whether this KVCache instance's memory is drained: it is nobody's home then."""
     bad_frames: int = 0
     """Frames dropped because they were no message."""
     events: int = 0

@@ -50,6 +50,7 @@ class SimSegment:
     """The node's network card, on the sending side."""
     host: str
     generation: int = 0
+    draining: bool = False
     alive: bool = True
     notes: dict[int, Note] = field(default_factory=dict)
     generations: "list[array[int]]" = field(init=False)

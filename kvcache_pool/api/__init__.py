@@ -20,6 +20,8 @@ from kvcache_pool.api.directory import (
     Acquire,
     Announce,
     Announced,
+    Carried,
+    Carry,
     Catalogue,
     Clear,
     Cleared,
@@ -28,6 +30,7 @@ from kvcache_pool.api.directory import (
     Counted,
     Discard,
     Done,
+    Drain,
     Due,
     Existing,
     Exists,
@@ -54,19 +57,19 @@ from kvcache_pool.api.directory import (
     Unpin,
     new_lease,
 )
-from kvcache_pool.api.errors import Corrupt, LeaseLost, PoolFull, Stale, Unconfirmed
+from kvcache_pool.api.errors import CannotDrain, Corrupt, LeaseLost, PoolFull, Stale, Unconfirmed
 from kvcache_pool.api.mover import Blocks, Mover, Priority
 from kvcache_pool.api.segment import OpenStream, ReadLayer, Runs, StreamPort, WriteLayer
 
 # fmt: off
 __all__ = [
     "ANNOUNCE_EVERY_S", "DIRECTORY_S", "LEASE_S", "NOTED_S", "NOTES_MAX", "TRANSFER_S_MAX",
-    "Acquire", "Announce", "Announced", "Blocks", "Catalogue", "Clear", "Cleared", "Commit", "Copy",
-    "Corrupt", "Counted", "Directory", "DirectoryLink", "Discard", "Done", "Due", "Existing",
-    "Exists", "Found", "GetCatalogue", "GetDue", "GetSegments", "GetStats", "Goodbye", "Grant",
-    "Lease", "LeaseLost", "Lookup", "Mover", "Note", "OpenStream", "Pin", "PinKind", "Place",
-    "PoolFull", "Priority", "ReadLayer", "Release", "Remove", "Renew", "Runs", "SegmentStats",
-    "Segments", "Stale", "Stats", "StreamPort", "Tier", "Unconfirmed", "Unpin", "WriteLayer",
-    "new_lease",
+    "Acquire", "Announce", "Announced", "Blocks", "CannotDrain", "Carried", "Carry", "Catalogue",
+    "Clear", "Cleared", "Commit", "Copy", "Corrupt", "Counted", "Directory", "DirectoryLink",
+    "Discard", "Done", "Drain", "Due", "Existing", "Exists", "Found", "GetCatalogue", "GetDue",
+    "GetSegments", "GetStats", "Goodbye", "Grant", "Lease", "LeaseLost", "Lookup", "Mover", "Note",
+    "OpenStream", "Pin", "PinKind", "Place", "PoolFull", "Priority", "ReadLayer", "Release",
+    "Remove", "Renew", "Runs", "SegmentStats", "Segments", "Stale", "Stats", "StreamPort", "Tier",
+    "Unconfirmed", "Unpin", "WriteLayer", "new_lease",
 ]
 # fmt: on

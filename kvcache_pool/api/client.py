@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from kvcache_pool.api.deadlines import DIRECTORY_S, NOTED_S
 from kvcache_pool.api.directory import (
     Acquire,
+    Carried,
+    Carry,
     Catalogue,
     Clear,
     Cleared,
@@ -12,6 +14,7 @@ from kvcache_pool.api.directory import (
     Counted,
     Discard,
     Done,
+    Drain,
     Due,
     Existing,
     Exists,
@@ -93,6 +96,14 @@ class Directory:
     async def due(self, segment: SegmentId, limit: int) -> Due:
         """At most so many blocks of a segment that should be in the other tier too."""
         return await self._client.call(GetDue(segment, limit), Due, within_s=DIRECTORY_S)
+
+    async def drain(self, segment: SegmentId, *, undo: bool = False) -> int:
+        """Empty a segment, or no more; returns how many blocks it holds now. Raises CannotDrain."""
+        return (await self._client.call(Drain(segment, undo), Counted, within_s=DIRECTORY_S)).blocks
+
+    async def carry(self, ask: Carry) -> Carried:
+        """Lease what is to be carried out of a segment that is drained. Raises PoolFull."""
+        return await self._client.call(ask, Carried, within_s=DIRECTORY_S)
 
     async def clear(self) -> int:
         """Forget every block that no lease names, for good; returns how many. Raises Unconfirmed."""

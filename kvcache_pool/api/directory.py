@@ -42,6 +42,8 @@ class Announce(Message):
     """The highest that any slot has seen: a directory that is new to this segment begins far above it."""
     noted: int = 0
     """The number of the last news that the segment has noted down."""
+    draining: bool = False
+    """What it was told last: a directory that does not know the segment believes it."""
 
 
 NOTES_MAX = 4096
@@ -68,6 +70,8 @@ class Announced(Message):
     """Of the last of `news`."""
     more: bool = False
     """Whether the segment should tell at once that it has noted this: there is more, or somebody waits for it."""
+    draining: bool = False
+    """Whether the segment is drained: its owner carries what it has to others (`Carry`)."""
 
 
 class Catalogue(Message):
@@ -155,6 +159,9 @@ class Acquire(Message):
     copies: int = 0
     """At most so many blocks of the cached prefix that `near` lacks get a slot there too, the first of them, as
     room and budget allow. The asker, who loads them anyway, writes them there: so a hot prefix spreads."""
+    moves: bool = False
+    """Those copies take the place of what they are made of, with their pins: so they count against no budget, and
+    what a disk has may be among them. The sources are forgotten when nobody reads them."""
 
 
 def new_lease() -> LeaseId:
@@ -220,6 +227,36 @@ class Due(Message):
 
     blocks: list[BlockHash]
     grants: list[Grant]
+
+
+class Drain(Message):
+    """Empty this segment: it gets no new blocks, and its owner carries those that it has to other memory. Or
+    (`undo`) let it be like any other again. Answered by Counted: how many blocks it holds."""
+
+    segment: SegmentId
+    undo: bool = False
+
+
+class Carry(Message):
+    """The owner of a segment that is drained asks for work: lease some of its blocks, and room for them elsewhere.
+    Answered by Carried; or PoolFull. What is committed then is forgotten in the drained segment by and by."""
+
+    lease: LeaseId
+    """Chosen as for Acquire. Not granted when nothing is to be carried."""
+    segment: SegmentId
+    limit: int
+    avoid: list[SegmentId] = field(default_factory=list)
+    """Segments that the asker could not reach lately."""
+
+
+class Carried(Message):
+    """Blocks to copy, what was used last first: `sources[i]` to `targets[i]`, to be committed as `blocks[i]`."""
+
+    blocks: list[BlockHash]
+    sources: list[Grant]
+    targets: list[Grant]
+    places: list[Place]
+    """Of every segment that a grant names."""
 
 
 class Release(Message):
@@ -300,6 +337,7 @@ class SegmentStats(NamedTuple):
     pinned: int
     copies: int
     on_disk: bool
+    draining: bool = False
 
 
 class Segments(Message):

@@ -32,3 +32,9 @@ class Corrupt(RemoteError):
     """A run's bytes do not have the checksum that was stored with them."""
 
     kind = "corrupt"
+
+
+class CannotDrain(RemoteError):
+    """There is no such segment, or no other memory that could take its blocks; nothing has changed."""
+
+    kind = "cannot_drain"

@@ -61,6 +61,7 @@ def test_all_series_are_there_from_the_start_and_finite() -> None:
         "dango:refusals_total",
         "dango:ejections_total",
         "dango:stale_instances",
+        "dango:draining_segments",
         "dango:degraded",
         "dango:kv_event_batches_total",
         "dango:kv_event_batches_failed_total",
@@ -75,6 +76,15 @@ def test_all_series_are_there_from_the_start_and_finite() -> None:
         "dango:pool_load",
     }
     assert all(math.isfinite(number) for number in found.values())
+
+
+def test_drained_segments_are_counted_while_they_are_there() -> None:
+    metrics = Metrics("tiny")
+    metrics.set_pool_load(Pool.KVCACHE, "kvcache-0", Load())
+    metrics.set_pool_load(Pool.KVCACHE, "kvcache-1", Load(draining=True))
+    assert value(metrics, "dango:draining_segments") == 1
+    metrics.drop_instance(Pool.KVCACHE, "kvcache-1")
+    assert value(metrics, "dango:draining_segments") == 0
 
 
 def test_two_registries_do_not_meet() -> None:

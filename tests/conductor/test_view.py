@@ -133,6 +133,22 @@ def test_without_a_segment_on_its_host_an_instance_is_at_home_elsewhere():
     assert a_view("decode-0").home(the(view, "decode-0")) is None
 
 
+def test_what_is_drained_is_nobodys_home_while_there_is_another():
+    view = a_view("kvcache-0", "kvcache-1", "prefill-0", "prefill-1")
+
+    def report(name: str, draining: bool) -> list[str | None]:
+        view.report(InstanceId(name), Incarnation(name + "1"), Load(draining=draining), 0.1)
+        view.check()
+        return [view.home(i) for i in view.of(Pool.PREFILL)]
+
+    assert report("kvcache-1", False) == ["kvcache-0", "kvcache-1"]
+    assert report("kvcache-1", True) == ["kvcache-0", "kvcache-0"]
+    assert report("kvcache-0", True) == ["kvcache-0", "kvcache-1"], "rather that than nowhere"
+    assert report("kvcache-1", False) == ["kvcache-1", "kvcache-1"]
+    view.register(a_register("kvcache-2", host="there"), 0.2)
+    assert report("kvcache-1", True) == ["kvcache-2", "kvcache-2"], "another host is better than a drained segment"
+
+
 def test_homes_follow_whoever_joins_or_goes():
     view = a_view("kvcache-0", "kvcache-1", "prefill-0", "prefill-1")
     second = the(view, "prefill-1")

@@ -76,9 +76,10 @@ def an_ask(
     lease_s: float = 30.0,
     reuse: int = 10**6,
     copies: int = 0,
+    moves: bool = False,
 ) -> Acquire:
     home = None if near is None else SegmentId(near)
-    return Acquire(new_lease(), "request", blocks, reuse, unnamed, home, lease_s, copies)
+    return Acquire(new_lease(), "request", blocks, reuse, unnamed, home, lease_s, copies, moves)
 
 
 def cache(index: Index, *numbers: int, now: float = 0.0, near: str | None = None) -> Lease:
