@@ -27,6 +27,7 @@ from kvcache_pool.buffers import Bytes, blocks_of
 from kvcache_pool.guide import Guide
 from kvcache_pool.leasing import Leasing
 from kvcache_pool.loading import Load
+from kvcache_pool.moving import Moving
 from kvcache_pool.storing import store
 from kvcache_pool.transfer.mover import PoolMover, Reach
 from kvcache_pool.transfers import Progress, Transfer, Transfers
@@ -66,6 +67,7 @@ class KVCachePool:
         self._host = host
         self._leasing = Leasing(mover, layout, f"client {host}")
         self._transfers = Transfers()
+        self._moving = Moving(mover, self._leasing, layout, f"client {host}")
 
     @staticmethod
     @asynccontextmanager
@@ -274,10 +276,31 @@ class KVCachePool:
         async with self._guide.directory() as directory:
             return await directory.clear()
 
+    # -- where blocks are ---------------------------------------------------------------------------
+
+    async def copy(self, chain: Chain, segment: str) -> int:
+        """Copy the cached prefix to a segment, as far as room and the budget of copies go; not what only a disk
+        has. Returns how many of its blocks are there now. Raises ValueError for a segment that takes nothing."""
+        async with self._guide.directory() as directory:
+            return await self._moving.to(directory, self.names(chain), SegmentId(segment), moves=False)
+
+    async def move(self, chain: Chain, segment: str) -> int:
+        """As `copy`, with their pins, against no budget, and from disks too. What was elsewhere is forgotten there
+        within about a second, or when nobody reads it any more."""
+        async with self._guide.directory() as directory:
+            return await self._moving.to(directory, self.names(chain), SegmentId(segment), moves=True)
+
+    async def drain(self, segment: str, *, undo: bool = False) -> int:
+        """Have a segment emptied: it gets no blocks any more, and its owner carries those that it has to others,
+        as far as there is room for them. Or end that. Returns how many blocks it holds; `segments` tells how it
+        goes on. Raises CannotDrain for a segment that is not there, or the only memory."""
+        async with self._guide.directory() as directory:
+            return await directory.drain(SegmentId(segment), undo=undo)
+
     async def _find_home(self) -> None:
         """Prefer the memory of this machine for what is put."""
         async with self._guide.directory() as directory:
-            memories = [one for one in await directory.segments() if not one.on_disk]
+            memories = [one for one in await directory.segments() if not one.on_disk and not one.draining]
         local = [one.segment for one in memories if one.host == self._host]
         self._leasing.near = local[0] if local else None
 

@@ -18,8 +18,11 @@ from typing import Any, NamedTuple
 from kvcache_pool.check import Checked, check_file, check_segment, found_files
 from kvcache_pool.client import KVCachePool
 from kvcache_pool.config import KVCacheConfig
+from kvcache_pool.drain import WAIT_S
+from kvcache_pool.drain import drain as drain_segment
 from kvcache_pool.segment import SHM
 from protocol.errors import DangoError
+from protocol.ids import SegmentId
 from protocol.settings import SettingsError, load_section
 
 PIN_S = 3600.0
@@ -55,7 +58,7 @@ async def stats(pool: KVCachePool, _: argparse.Namespace) -> Answer:
     ]
     for one in segments:
         used = f"{one.free} of {one.total} free, {one.cached} cached, {one.leased} in use, {one.pinned} pinned"
-        lines.append(f"{one.segment} on {one.host}: {used}")
+        lines.append(f"{one.segment} on {one.host}: {used}{', draining' if one.draining else ''}")
     told = [one._asdict() for one in segments]
     return Answer({**asdict(counts), "block_bytes": pool.layout.block_bytes, "segments": told}, lines)
 
@@ -89,6 +92,37 @@ async def remove(pool: KVCachePool, asked: argparse.Namespace) -> Answer:
     return _counted(await pool.remove(_tokens(asked)), "forgotten")
 
 
+async def copy(pool: KVCachePool, asked: argparse.Namespace) -> Answer:
+    """Copy what is cached of a prompt to a segment, as far as the budget of copies goes."""
+    return _counted(await pool.copy(_tokens(asked), asked.to), f"in {asked.to} now")
+
+
+async def move(pool: KVCachePool, asked: argparse.Namespace) -> Answer:
+    """Move what is cached of a prompt to a segment, with its pins."""
+    return _counted(await pool.move(_tokens(asked), asked.to), f"in {asked.to} now")
+
+
+async def drain(pool: KVCachePool, asked: argparse.Namespace) -> Answer:
+    """Carry all blocks of a segment to others, so that its process can be stopped; wait until that is done."""
+    if asked.undo:
+        blocks = await pool.drain(asked.segment, undo=True)
+        return Answer({"segment": asked.segment, "blocks": blocks}, [f"{asked.segment} is drained no more"])
+    outcome = await drain_segment(
+        pool, SegmentId(asked.segment), asked.wait, lambda said: _say(f"{asked.segment}: {said}")
+    )
+    if outcome.drained:
+        line = f"{asked.segment} is drained: its process may be stopped"
+    else:
+        line = f"{asked.segment} is not drained: {outcome.why}"
+    return Answer(asdict(outcome), [line], wrong=not outcome.drained)
+
+
+def _say(line: str) -> None:
+    """Progress, for people: machines read the answer."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
 async def check(pool: KVCachePool, asked: argparse.Namespace) -> Answer:
     """Verify the index against the segments of this host, and every checksum."""
     files = found_files([SHM, *asked.folders])
@@ -106,9 +140,12 @@ VERBS: Mapping[str, Verb] = {
     "pin": pin,
     "unpin": unpin,
     "remove": remove,
+    "copy": copy,
+    "move": move,
+    "drain": drain,
     "check": check,
 }
-ABOUT_TOKENS = frozenset(("lookup", "pin", "unpin", "remove"))
+ABOUT_TOKENS = frozenset(("lookup", "pin", "unpin", "remove", "copy", "move"))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -163,6 +200,13 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         parser.add_argument("tokens", nargs="+", metavar="TOKEN", help="token ids of the prompt; - reads them")
         parser.add_argument("--salt", default="", help="cache_salt of the prompt (default: none)")
         parser.add_argument("--tenant", default="", help="tenant of the prompt (default: none)")
+    if name in ("copy", "move"):
+        parser.add_argument("--to", metavar="SEGMENT", required=True, help="the segment that takes the blocks")
+    if name == "drain":
+        parser.add_argument("segment", metavar="SEGMENT", help="as `dango kvcache stats` names it")
+        seconds = f"wait at most so long until it is empty; the drain goes on in any case (default: {WAIT_S:g})"
+        parser.add_argument("--wait", type=float, default=WAIT_S, metavar="SECONDS", help=seconds)
+        parser.add_argument("--undo", action="store_true", help="let it be like any other again")
     if name == "check":
         offline = "no pool runs: check what the files themselves say (default: what the directory says)"
         parser.add_argument("--offline", action="store_true", help=offline)

@@ -99,6 +99,7 @@ async def test_pins_removal_and_clearing_say_how_many_blocks(dango: Operator, po
 @pytest.mark.parametrize("verb", VERBS)
 async def test_a_pool_that_is_not_there_is_one_sentence_and_a_failure(verb: str) -> None:
     tokens = ["1"] if verb not in ("stats", "clear", "check") else []
+    tokens += ["--to", "kv-0"] if verb in ("copy", "move") else []
     code, out, err = await Operator("tcp://127.0.0.1:2")(verb, *tokens, "--conductor", "tcp://127.0.0.1:1")
     assert (code, out) == (1, "")
     assert err == f"dango kvcache {verb}: nobody listens at tcp://127.0.0.1:1\n"
