@@ -42,6 +42,7 @@ class Blank:
     """A segment that notes nothing down, and says that it has."""
 
     generation = 0
+    draining = False
 
     def note(self, note: Note) -> None:
         pass

@@ -35,6 +35,7 @@ class Served:
 
     def __init__(self, **slots: int) -> None:
         self._runner = asyncio.Runner()
+        self._tasks: list[asyncio.Task[None]] = []
         self._places: dict[SegmentId, Place] = {}
         self._noted: dict[Place, int] = {}
         self._run(self._start(slots))
@@ -56,7 +57,12 @@ class Served:
             await asyncio.sleep(0.005)
 
     def _run(self, call: Coroutine[Any, Any, T]) -> T:
-        return self._runner.run(asyncio.wait_for(call, CALL_S))
+        try:
+            return self._runner.run(asyncio.wait_for(call, CALL_S))
+        finally:
+            for task in self._tasks:
+                if task.done() and not task.cancelled():
+                    task.result()  # it ended only because it failed
 
     def find(self, blocks: list[BlockHash]) -> Found:
         return self._run(self._directory.lookup(blocks))
