@@ -160,7 +160,7 @@ def main(argv: Sequence[str]) -> int:
         parser.exit(2, f"dango kvcache: {error}\n")
     try:
         offline = asked.verb == "check" and asked.offline
-        answer = _offline(asked) if offline else asyncio.run(_run(config.conductor, asked))
+        answer = _offline(asked) if offline else asyncio.run(_run(config, asked))
     except (DangoError, OSError, ValueError) as error:
         sys.stderr.write(f"dango kvcache {asked.verb}: {error}\n")
         return 1
@@ -173,9 +173,9 @@ def _offline(asked: argparse.Namespace) -> Answer:
     return _checked([check_file(path) for path in found_files([SHM, *asked.folders])])
 
 
-async def _run(conductor: str, asked: argparse.Namespace) -> Answer:
+async def _run(config: KVCacheConfig, asked: argparse.Namespace) -> Answer:
     tenant, salt = getattr(asked, "tenant", ""), getattr(asked, "salt", "")
-    async with KVCachePool.connect(conductor, tenant=tenant, salt=salt) as pool:
+    async with KVCachePool.connect(config.conductor, tenant=tenant, salt=salt, host=config.host) as pool:
         return await VERBS[asked.verb](pool, asked)
 
 

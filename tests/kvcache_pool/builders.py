@@ -149,16 +149,14 @@ async def a_pool(
         stack.callback(service.close)
         server = Server(transport.bind(listen), {**directory.handlers(), **service.handlers()})
         client = Client(transport, server.address)
-        loops = [server.serve(), directory.sweep()]
-        for segment in segments:
-            place = place_of(segment, server.address, HOST)
-            loops.append(announce(segment, place, transport, lambda: server.address))
-        tasks = [asyncio.create_task(loop) for loop in loops]
+        tasks = [asyncio.create_task(loop) for loop in (server.serve(), directory.sweep())]
         try:
-            async with client, asyncio.timeout(10.0):
+            async with client, asyncio.timeout(60.0):
                 pool = Pool(transport, server.address, Directory(client), segments, index, [service])
-                for number, segment in enumerate(segments):
+                for number, segment in enumerate(segments):  # in this order, which breaks ties between them
                     await client.call(Announce(pool.place(number), segment.generation), Announced, within_s=5.0)
+                    loop = announce(segment, pool.place(number), transport, lambda: server.address)
+                    tasks.append(asyncio.create_task(loop))
                 yield pool
                 index.check()
         finally:

@@ -410,8 +410,16 @@ async def test_a_prompt_is_moved_and_copied_by_hand(pool: Pool, tmp_path: Path) 
             kv = np.zeros((2, LAYOUT.block_bytes), np.uint8)
             assert await client.put([*range(32)], kv) == 2
         dango = Operator(conductor.address)
-        assert await dango("copy", "--to", "kv-1", *tokens) == (0, "2 blocks are in kv-1 now\n", "")
-        assert await dango("move", "--to", "kv-2", *tokens) == (0, "2 blocks are in kv-2 now\n", "")
+        assert await dango("copy", "--to", "kv-1", *tokens, DANGO_KVCACHE_HOST=HOST) == (
+            0,
+            "2 blocks are in kv-1 now\n",
+            "",
+        )
+        assert await dango("move", "--to", "kv-2", *tokens, DANGO_KVCACHE_HOST=HOST) == (
+            0,
+            "2 blocks are in kv-2 now\n",
+            "",
+        )
         code, _, err = await dango("move", "--to", "kv-9", *tokens)
         assert (code, err) == (
             1,
