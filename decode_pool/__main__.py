@@ -12,7 +12,8 @@ from engine.hosting import host_engine, kind_of
 from engine.manifest import open_model
 from engine.pace import Pace
 from kvcache_pool.api import DirectoryLink
-from kvcache_pool.transfer.mover import PoolMover, Reach
+from kvcache_pool.transfer.mover import Reach
+from kvcache_pool.transfer.packed import mover_to
 from protocol.ids import SegmentId
 from protocol.instance import Role, Work, new_incarnation, run_instance
 from protocol.process import run_service
@@ -28,7 +29,8 @@ async def serve(config: DecodeConfig) -> None:
     trials = [*decode_trials(engine, config.batch_max), *rest_trials(engine, config.chunk_tokens)]
     await calibrate(engine, trials, pace, config.calibrate_s)
     transport = ZmqTransport()
-    mover, directory = PoolMover(transport, host, Reach(config.transport)), DirectoryLink(transport)
+    mover = mover_to(transport, host, Reach(config.transport), model.manifest.layout)
+    directory = DirectoryLink(transport)
     writeback = WriteBack(mover, directory)
     service = DecodeService(engine, mover, writeback, model.manifest, config, pace)
 

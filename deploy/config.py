@@ -28,6 +28,8 @@ class ServeConfig:
     """Number type of the weights and of the KV cache; none leaves it to each instance's own default."""
     block_tokens: int | None = None
     """Tokens in one KV block; none leaves it to each instance's own default."""
+    kv_compression: Literal["int8", "fp8"] | None = None
+    """Form of KV in the pool, one byte an element with scales; none leaves it to each instance's own default."""
     log_dir: str | None = None
     """Folder that gets one log file an instance."""
     verbose: bool = False

@@ -96,7 +96,9 @@ def serve(arguments: argparse.Namespace) -> int:
 
 def check_sections(config: ServeConfig, file: Path | None) -> None:
     """Read what the instances will read: a mistake is told before anything starts. Raises SettingsError."""
-    shared = argparse.Namespace(dtype=config.dtype, block_tokens=config.block_tokens)
+    shared = argparse.Namespace(
+        dtype=config.dtype, block_tokens=config.block_tokens, kv_compression=config.kv_compression
+    )
     for name, section in SECTIONS.items():
         load_section(section, name, flags=shared, environ=os.environ, file=file)
 
@@ -107,6 +109,7 @@ def plan(config: ServeConfig, model: Model, folder: Path, port: int, config_file
     file = ["--config", str(config_file.resolve())] if config_file else []
     shared_model = ["--model", str(model.path), "--model-name", model.name]
     shared_model += _given("--dtype", config.dtype) + _given("--block-tokens", config.block_tokens)
+    shared_model += _given("--kv-compression", config.kv_compression)
     control = _address(folder, "conductor")
     http = ["--host", config.host, "--port", str(port), "--drain-s", str(config.drain_s)]
     conductor = ["-m", "conductor", "--listen", control, *http, *shared_model, *file]

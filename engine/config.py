@@ -20,6 +20,9 @@ class ModelSettings:
     block_tokens: int = 16
     """Tokens in one KV block; the same for the whole cluster."""
 
+    kv_compression: Literal["none", "int8", "fp8"] = "none"
+    """Form of KV in the pool: as it is, or one byte an element with scales; the same for the whole cluster."""
+
     context_tokens: int = 0
     """Longest prompt plus output; 0 takes what the model was made for."""
 

@@ -17,6 +17,7 @@ def manifest_of(
     model: str,
     dtype: str,
     block_tokens: int,
+    kv_compression: str = "none",
     context_tokens: int = 0,
 ) -> Manifest:
     """The manifest of `checkpoint` served as `model`. `context_tokens` 0 takes the model's own.
@@ -39,6 +40,7 @@ def manifest_of(
             head_dim=architecture.head_dim,
             block_tokens=block_tokens,
             kv_type=dtype,
+            compression=kv_compression,
         ),
     )
 
@@ -65,6 +67,7 @@ def open_model(settings: ModelSettings) -> Model:
         model=settings.model_name or model_name(settings.model or path),
         dtype=settings.dtype,
         block_tokens=settings.block_tokens,
+        kv_compression=settings.kv_compression,
         context_tokens=settings.context_tokens,
     )
     return Model(checkpoint, tokenizer, manifest)

@@ -29,7 +29,8 @@ from kvcache_pool.leasing import Leasing
 from kvcache_pool.loading import Load
 from kvcache_pool.moving import Moving
 from kvcache_pool.storing import store
-from kvcache_pool.transfer.mover import PoolMover, Reach
+from kvcache_pool.transfer.mover import BlockMover, Reach
+from kvcache_pool.transfer.packed import mover_to
 from kvcache_pool.transfers import Progress, Transfer, Transfers
 from protocol.blocks import BlockLayout, HashRoot, block_hashes
 from protocol.ids import BLOCK_HASH_BYTES, BlockHash, SegmentId, token_ids
@@ -58,10 +59,12 @@ class KVCachePool:
     """A client of one pool. Made by `connect`; all methods may be called at once from several tasks."""
 
     def __init__(
-        self, guide: Guide, mover: PoolMover, layout: BlockLayout, root: HashRoot | None, host: str
+        self, guide: Guide, mover: BlockMover, layout: BlockLayout, root: HashRoot | None, host: str
     ) -> None:
-        self.layout = layout
-        """The shape of a block."""
+        self.layout = layout.plain
+        """The shape of a block as it is put and got: never compressed."""
+        self.stored = layout
+        """The same as the pool holds it."""
         self._guide = guide
         self._root = root
         self._host = host
@@ -105,7 +108,7 @@ class KVCachePool:
             shape = root.layout if root is not None else layout
             assert shape is not None, "one of them was required"
             host = host or socket.gethostname()
-            mover = PoolMover(transport, host, Reach(reach))
+            mover = mover_to(transport, host, Reach(reach), shape)
             stack.push_async_callback(mover.aclose)
             pool = KVCachePool(guide, mover, shape, root, host)
             stack.push_async_callback(pool._leasing.settle)

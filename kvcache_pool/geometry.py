@@ -16,7 +16,7 @@ FORMAT = 2
 PAGE_BYTES = 4096
 SHAPE_BYTES = struct.calcsize("<8sI4I16sQ")
 HEADER = struct.Struct("<8sI4I16sQ64s")
-"""Magic, format, layers, kv_heads, head_dim, block_tokens, kv_type, slots, incarnation."""
+"""Magic, format, layers, kv_heads, head_dim, block_tokens, kv_form, slots, incarnation."""
 NAME_AT, NAME_BYTES = HEADER.size, 64
 """Where the segment's name lies in the header page."""
 DRAINING_AT = NAME_AT + NAME_BYTES
@@ -74,7 +74,7 @@ class Geometry:
         """The first bytes of the file."""
         layout = self.layout
         shape = (layout.layers, layout.kv_heads, layout.head_dim, layout.block_tokens)
-        names = (layout.kv_type.encode(), self.slots, incarnation.encode())
+        names = (layout.kv_form.encode(), self.slots, incarnation.encode())
         return HEADER.pack(MAGIC, FORMAT, *shape, *names)
 
     @staticmethod
@@ -83,11 +83,10 @@ class Geometry:
         page = os.pread(file, PAGE_BYTES, 0)
         if len(page) < PAGE_BYTES:
             raise ValueError("it is shorter than a segment's header")
-        magic, version, *shape, kv_type, slots, incarnation = HEADER.unpack_from(page)
+        magic, version, *shape, kv_form, slots, incarnation = HEADER.unpack_from(page)
         if (magic, version) != (MAGIC, FORMAT):
             raise ValueError(f"it is no segment of format {FORMAT}")
-        layers, kv_heads, head_dim, block_tokens = shape
-        geometry = Geometry(BlockLayout(layers, kv_heads, head_dim, block_tokens, _text(kv_type)), slots)
+        geometry = Geometry(BlockLayout.of_form(_text(kv_form), *shape), slots)
         if os.fstat(file).st_size != geometry.file_bytes:
             raise ValueError(f"it has {os.fstat(file).st_size} bytes, and its header says {geometry.file_bytes}")
         name = page[NAME_AT : NAME_AT + NAME_BYTES]

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from kvcache_pool.api import LEASE_S, TRANSFER_S_MAX, Acquire, Directory, Lease
-from kvcache_pool.transfer.mover import PoolMover
+from kvcache_pool.transfer.mover import BlockMover
 from protocol.blocks import BlockLayout
 from protocol.cluster import Mismatch
 from protocol.errors import DangoError
@@ -24,7 +24,7 @@ class Leasing:
     """Gets leases, and sees to it that the mover knows where their segments are. Owns them until `settle`; the
     mover is another's."""
 
-    def __init__(self, mover: PoolMover, layout: BlockLayout, owner: str, batch_bytes: int = BATCH_BYTES) -> None:
+    def __init__(self, mover: BlockMover, layout: BlockLayout, owner: str, batch_bytes: int = BATCH_BYTES) -> None:
         self.mover = mover
         self.owner = owner
         """The name under which leases are taken."""

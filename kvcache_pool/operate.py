@@ -49,7 +49,7 @@ Verb = Callable[[KVCachePool, argparse.Namespace], Awaitable[Answer]]
 async def stats(pool: KVCachePool, _: argparse.Namespace) -> Answer:
     """Blocks of the pool and of each segment."""
     counts, segments = await pool.stats(), await pool.segments()
-    mebibytes = counts.total * pool.layout.block_bytes / (1 << 20)
+    mebibytes = counts.total * pool.stored.block_bytes / (1 << 20)
     held = f"{counts.leased} in use by {counts.leases} leases, {counts.copies} copies"
     lines = [
         f"{counts.total} blocks of {pool.layout.block_tokens} tokens, {mebibytes:.0f} MiB",
@@ -60,7 +60,7 @@ async def stats(pool: KVCachePool, _: argparse.Namespace) -> Answer:
         used = f"{one.free} of {one.total} free, {one.cached} cached, {one.leased} in use, {one.pinned} pinned"
         lines.append(f"{one.segment} on {one.host}: {used}{', draining' if one.draining else ''}")
     told = [one._asdict() for one in segments]
-    return Answer({**asdict(counts), "block_bytes": pool.layout.block_bytes, "segments": told}, lines)
+    return Answer({**asdict(counts), "block_bytes": pool.stored.block_bytes, "segments": told}, lines)
 
 
 async def lookup(pool: KVCachePool, asked: argparse.Namespace) -> Answer:

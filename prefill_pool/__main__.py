@@ -9,7 +9,8 @@ from engine.hosting import host_engine, kind_of
 from engine.manifest import open_model
 from engine.pace import Pace
 from kvcache_pool.api import DirectoryLink
-from kvcache_pool.transfer.mover import PoolMover, Reach
+from kvcache_pool.transfer.mover import Reach
+from kvcache_pool.transfer.packed import mover_to
 from prefill_pool.config import PrefillConfig
 from prefill_pool.service import PrefillService
 from protocol.instance import Role, Work, new_incarnation, run_instance
@@ -25,7 +26,8 @@ async def serve(config: PrefillConfig) -> None:
     engine, pace = await host_engine(model, config), Pace()
     await calibrate(engine, prefill_trials(engine, config.chunk_tokens), pace, config.calibrate_s)
     transport = ZmqTransport()
-    mover, directory = PoolMover(transport, host, Reach(config.transport)), DirectoryLink(transport)
+    mover = mover_to(transport, host, Reach(config.transport), model.manifest.layout)
+    directory = DirectoryLink(transport)
     service = PrefillService(engine, mover, directory, config, pace)
 
     async def heard(news: Heard) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.api import Draw, Engine, Row, Sampled
-from kvcache_pool.api import Corrupt, DirectoryLink, LeaseLost, Mover, PoolFull, Priority, Stale
+from kvcache_pool.api import Corrupt, DirectoryLink, LeaseLost, Mover, NotFinite, PoolFull, Priority, Stale
 from prefill_pool.api import Prefill, PrefixLost, StoreLost
 from prefill_pool.schedule import Chunk, Prompt
 from protocol.errors import DangoError, DeadlineExceeded, PeerLost
@@ -143,7 +143,7 @@ class Job:
         try:
             while (store := await self._stores.get()) is not None:
                 await self._store(store)
-        except (Stale, Corrupt, PeerLost, DeadlineExceeded, LeaseLost, PoolFull) as error:
+        except (Stale, Corrupt, NotFinite, PeerLost, DeadlineExceeded, LeaseLost, PoolFull) as error:
             raise StoreLost(str(error)) from error
 
     async def until_computed(self) -> None:
@@ -159,7 +159,8 @@ class Job:
         skip = len(self._message.sources)
         grants = self._message.targets[first - skip : end - skip]
         pages = self.prompt.pages[first:end]
-        await self._mover.write(store.layer, grants, self._engine.runs(store.layer), pages, Priority.STORE)
+        runs, filled = self._engine.runs(store.layer), store.chunk.end - (end - 1) * step
+        await self._mover.write(store.layer, grants, runs, pages, Priority.STORE, filled)
         if store.layer == self._engine.layout.layers - 1:
             full = self._message.blocks[first:end]  # the tail has no name and is not committed
             slots = list(range(first - skip, first - skip + len(full)))

@@ -13,7 +13,7 @@ import hashlib
 import struct
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from protocol.ids import BlockHash, token_ids
 from protocol.message import Message
@@ -23,31 +23,62 @@ FORMAT_VERSION = 1
 
 KV_TYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
+COMPRESSIONS = ("none", "int8", "fp8")
+"""How a pool may hold KV: as it is, or as one byte an element, with scales (`kvcache_pool/codec.py`)."""
+
 
 class BlockLayout(Message):
-    """The shape of a block; `kv_type` is one of KV_TYPE_BYTES."""
+    """The shape of a block; `kv_type` is one of KV_TYPE_BYTES, `compression` one of COMPRESSIONS."""
 
     layers: int
     kv_heads: int
     head_dim: int
     block_tokens: int
     kv_type: str
+    compression: str = "none"
 
     def __post_init__(self) -> None:
         if self.kv_type not in KV_TYPE_BYTES:
             raise ValueError(f"kv_type must be one of {sorted(KV_TYPE_BYTES)}, not {self.kv_type!r}")
+        if self.compression not in COMPRESSIONS:
+            raise ValueError(f"compression must be one of {', '.join(COMPRESSIONS)}, not {self.compression!r}")
         if min(self.layers, self.kv_heads, self.head_dim, self.block_tokens) < 1:
             raise ValueError(f"every extent of a block must be positive: {self}")
 
     @property
     def run_bytes(self) -> int:
-        """Bytes of one layer of one block."""
-        return 2 * self.block_tokens * self.kv_heads * self.head_dim * KV_TYPE_BYTES[self.kv_type]
+        """Bytes of one layer of one block, in the form that the pool holds."""
+        elements = 2 * self.block_tokens * self.kv_heads * self.head_dim
+        if self.compression == "none":
+            return elements * KV_TYPE_BYTES[self.kv_type]
+        return elements + self.scales * KV_TYPE_BYTES[self.kv_type]
+
+    @property
+    def scales(self) -> int:
+        """Numbers of `kv_type` beside the elements of a compressed run: two for each channel of its keys, one for
+        each token and head of its values."""
+        return (2 * self.head_dim + self.block_tokens) * self.kv_heads
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
         return self.layers * self.run_bytes
+
+    @property
+    def plain(self) -> "BlockLayout":
+        """The same blocks as engines hold them, not compressed."""
+        return replace(self, compression="none")
+
+    @property
+    def kv_form(self) -> str:
+        """How elements are held, in one word: `bfloat16`, or `bfloat16+int8`. See `of_form`."""
+        return self.kv_type if self.compression == "none" else f"{self.kv_type}+{self.compression}"
+
+    @staticmethod
+    def of_form(kv_form: str, layers: int, kv_heads: int, head_dim: int, block_tokens: int) -> "BlockLayout":
+        """The layout of these extents and this `kv_form`. Raises ValueError."""
+        kv_type, _, compression = kv_form.partition("+")
+        return BlockLayout(layers, kv_heads, head_dim, block_tokens, kv_type, compression or "none")
 
 
 @dataclass(frozen=True)
@@ -67,7 +98,7 @@ class HashRoot:
         return _hash(
             b"dango-block-root",
             struct.pack("<I4I", FORMAT_VERSION, *shape),
-            layout.kv_type.encode(),
+            layout.kv_form.encode(),
             self.model_digest.encode(),
             self.tokenizer_digest.encode(),
             self.tenant.encode(),

@@ -162,6 +162,7 @@ class SimMover:
         source: npt.NDArray[np.uint8],
         pages: Sequence[int],
         priority: Priority,
+        filled: int | None = None,
     ) -> None:
         """See Mover."""
         await self._put(grants, {layer: _numbers(source)[list(pages)].tolist()})

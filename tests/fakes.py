@@ -171,6 +171,7 @@ class MemoryMover:
         source: npt.NDArray[np.uint8],
         pages: Sequence[int],
         priority: Priority,
+        filled: int | None = None,
     ) -> None:
         await asyncio.sleep(0)
         for grant, page in zip(grants, pages, strict=True):

@@ -13,8 +13,17 @@ A block is visible only once committed, so several writers may compute the same 
 first commit gets the name, the others' copies stay private to their lease and go with it.
 """
 
-from kvcache_pool.api.client import Directory, DirectoryLink
-from kvcache_pool.api.deadlines import ANNOUNCE_EVERY_S, DIRECTORY_S, LEASE_S, NOTED_S, TRANSFER_S_MAX
+from kvcache_pool.api.client import (
+    Directory,
+    DirectoryLink,
+)
+from kvcache_pool.api.deadlines import (
+    ANNOUNCE_EVERY_S,
+    DIRECTORY_S,
+    LEASE_S,
+    NOTED_S,
+    TRANSFER_S_MAX,
+)
 from kvcache_pool.api.directory import (
     NOTES_MAX,
     Acquire,
@@ -57,19 +66,91 @@ from kvcache_pool.api.directory import (
     Unpin,
     new_lease,
 )
-from kvcache_pool.api.errors import CannotDrain, Corrupt, LeaseLost, PoolFull, Stale, Unconfirmed
-from kvcache_pool.api.mover import Blocks, Mover, Priority
-from kvcache_pool.api.segment import OpenStream, ReadLayer, Runs, StreamPort, WriteLayer
+from kvcache_pool.api.errors import (
+    CannotDrain,
+    Corrupt,
+    LeaseLost,
+    NotFinite,
+    PoolFull,
+    Stale,
+    Unconfirmed,
+)
+from kvcache_pool.api.mover import (
+    Blocks,
+    Mover,
+    Priority,
+)
+from kvcache_pool.api.segment import (
+    OpenStream,
+    ReadLayer,
+    Runs,
+    StreamPort,
+    WriteLayer,
+)
 
 # fmt: off
 __all__ = [
-    "ANNOUNCE_EVERY_S", "DIRECTORY_S", "LEASE_S", "NOTED_S", "NOTES_MAX", "TRANSFER_S_MAX",
-    "Acquire", "Announce", "Announced", "Blocks", "CannotDrain", "Carried", "Carry", "Catalogue",
-    "Clear", "Cleared", "Commit", "Copy", "Corrupt", "Counted", "Directory", "DirectoryLink",
-    "Discard", "Done", "Drain", "Due", "Existing", "Exists", "Found", "GetCatalogue", "GetDue",
-    "GetSegments", "GetStats", "Goodbye", "Grant", "Lease", "LeaseLost", "Lookup", "Mover", "Note",
-    "OpenStream", "Pin", "PinKind", "Place", "PoolFull", "Priority", "ReadLayer", "Release",
-    "Remove", "Renew", "Runs", "SegmentStats", "Segments", "Stale", "Stats", "StreamPort", "Tier",
-    "Unconfirmed", "Unpin", "WriteLayer", "new_lease",
+    "ANNOUNCE_EVERY_S",
+    "DIRECTORY_S",
+    "LEASE_S",
+    "NOTED_S",
+    "NOTES_MAX",
+    "TRANSFER_S_MAX",
+    "Acquire",
+    "Announce",
+    "Announced",
+    "Blocks",
+    "CannotDrain",
+    "Carried",
+    "Carry",
+    "Catalogue",
+    "Clear",
+    "Cleared",
+    "Commit",
+    "Copy",
+    "Corrupt",
+    "Counted",
+    "Directory",
+    "DirectoryLink",
+    "Discard",
+    "Done",
+    "Drain",
+    "Due",
+    "Existing",
+    "Exists",
+    "Found",
+    "GetCatalogue",
+    "GetDue",
+    "GetSegments",
+    "GetStats",
+    "Goodbye",
+    "Grant",
+    "Lease",
+    "LeaseLost",
+    "Lookup",
+    "Mover",
+    "NotFinite",
+    "Note",
+    "OpenStream",
+    "Pin",
+    "PinKind",
+    "Place",
+    "PoolFull",
+    "Priority",
+    "ReadLayer",
+    "Release",
+    "Remove",
+    "Renew",
+    "Runs",
+    "SegmentStats",
+    "Segments",
+    "Stale",
+    "Stats",
+    "StreamPort",
+    "Tier",
+    "Unconfirmed",
+    "Unpin",
+    "WriteLayer",
+    "new_lease",
 ]
 # fmt: on

@@ -28,6 +28,13 @@ class Stale(RemoteError):
     kind = "stale"
 
 
+class NotFinite(RemoteError):
+    """KV that is to be compressed holds NaN or infinity, or keys whose distance is none of float32. Its block was
+    not stored."""
+
+    kind = "not_finite"
+
+
 class Corrupt(RemoteError):
     """A run's bytes do not have the checksum that was stored with them."""
 

@@ -55,9 +55,13 @@ class Mover(Protocol):
         source: npt.NDArray[np.uint8],
         pages: Sequence[int],
         priority: Priority,
+        filled: int | None = None,
     ) -> None:
         """Copy runs out of pages, with their checksums. Raises Stale, Corrupt (changed on the way), PeerLost or
-        DeadlineExceeded."""
+        DeadlineExceeded; and NotFinite where the pool compresses.
+
+        `filled`: how many tokens of the last page are of this block, 1 at least; None: all. What lies behind them
+        need not be kept."""
         ...
 
     async def write_blocks(self, grants: Sequence[Grant], blocks: Blocks, priority: Priority) -> None:

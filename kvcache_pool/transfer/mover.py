@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from kvcache_pool.api import TRANSFER_S_MAX, Blocks, Grant, Place, Priority
+from kvcache_pool.api import TRANSFER_S_MAX, Blocks, Grant, Mover, Place, Priority
 from kvcache_pool.segment import Bytes
 from kvcache_pool.transfer.copiers import Copiers, Got, together
 from kvcache_pool.transfer.copies import Span, Units
@@ -44,6 +44,20 @@ class Fetched(NamedTuple):
     """Whose way failed."""
 
 
+class BlockMover(Mover, Protocol):
+    """A mover that tells of each block what became of it, for who tries again what failed."""
+
+    async def fetch_blocks(self, grants: Sequence[Grant], blocks: Blocks, priority: Priority) -> Fetched:
+        """As `read_blocks`, and tell which blocks of any segment are there, and what is wrong with the others."""
+        ...
+
+    async def store_blocks(
+        self, grants: Sequence[Grant], blocks: Blocks, priority: Priority
+    ) -> dict[SegmentId, DangoError]:
+        """As `write_blocks`, to all segments that take them. Returns what each of the others says."""
+        ...
+
+
 class Route(Protocol):
     """The way to one segment. `read` may raise DangoError; both leave the deadline to their caller."""
 
@@ -59,7 +73,7 @@ class Route(Protocol):
 
 
 class PoolMover:
-    """An api.Mover over all segments of the pool. Owns the ways and the copying threads until `aclose`."""
+    """A BlockMover over all segments of the pool. Owns the ways and the copying threads until `aclose`."""
 
     def __init__(self, transport: Transport, host: str, reach: Reach = Reach.AUTO) -> None:
         self._transport = transport
@@ -83,11 +97,11 @@ class PoolMover:
         self, layer: int, grants: Sequence[Grant], out: Bytes, pages: Sequence[int], priority: Priority
     ) -> int:
         """See api.Mover."""
-        return _leading(await self._get(Span(layer, 1), grants, out[:, None], pages, priority), grants)
+        return leading_of(await self._get(Span(layer, 1), grants, out[:, None], pages, priority), grants)
 
     async def read_blocks(self, grants: Sequence[Grant], blocks: Blocks, priority: Priority) -> int:
         """See api.Mover."""
-        return _leading(await self.fetch_blocks(grants, blocks, priority), grants)
+        return leading_of(await self.fetch_blocks(grants, blocks, priority), grants)
 
     async def fetch_blocks(self, grants: Sequence[Grant], blocks: Blocks, priority: Priority) -> Fetched:
         """As `read_blocks`, and tell which blocks of any segment are there, and what is wrong with the others."""
@@ -106,14 +120,20 @@ class PoolMover:
             return False
 
     async def write(
-        self, layer: int, grants: Sequence[Grant], source: Bytes, pages: Sequence[int], priority: Priority
+        self,
+        layer: int,
+        grants: Sequence[Grant],
+        source: Bytes,
+        pages: Sequence[int],
+        priority: Priority,
+        filled: int | None = None,
     ) -> None:
-        """See api.Mover."""
-        _require_none(await self._put(Span(layer, 1), grants, source[:, None], pages, priority))
+        """See api.Mover. Pages go whole, however much of them is filled."""
+        require_none(await self._put(Span(layer, 1), grants, source[:, None], pages, priority))
 
     async def write_blocks(self, grants: Sequence[Grant], blocks: Blocks, priority: Priority) -> None:
         """See api.Mover."""
-        _require_none(await self.store_blocks(grants, blocks, priority))
+        require_none(await self.store_blocks(grants, blocks, priority))
 
     async def store_blocks(
         self, grants: Sequence[Grant], blocks: Blocks, priority: Priority
@@ -214,11 +234,13 @@ class PoolMover:
         self._copiers.close()
 
 
-def _leading(fetched: Fetched, grants: Sequence[Grant]) -> int:
+def leading_of(fetched: Fetched, grants: Sequence[Grant]) -> int:
+    """How many leading ones are there."""
     return fetched.missing[0] if fetched.missing else len(grants)
 
 
-def _require_none(faults: Mapping[SegmentId, DangoError]) -> None:
+def require_none(faults: Mapping[SegmentId, DangoError]) -> None:
+    """Raises the first fault, if there is one."""
     for error in faults.values():
         raise error
 

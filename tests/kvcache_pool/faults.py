@@ -65,6 +65,7 @@ class FaultyMover:
         source: npt.NDArray[np.uint8],
         pages: Sequence[int],
         priority: Priority,
+        filled: int | None = None,
     ) -> None:
         number, self._writes = self._writes, self._writes + 1
         self.calls.append(("write", layer, len(grants)))
@@ -72,7 +73,7 @@ class FaultyMover:
         if number in self._faults.failed_writes:
             raise Stale(f"write {number} fails, as it was told to")
         for _ in range(2 if number in self._faults.repeated_writes else 1):
-            await self._inner.write(layer, grants, source, pages, priority)
+            await self._inner.write(layer, grants, source, pages, priority, filled)
 
     def in_bulk(self, grants: Sequence[Grant]) -> bool:
         return self._inner.in_bulk(grants)

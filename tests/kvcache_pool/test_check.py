@@ -1,14 +1,15 @@
 """What the check of a segment's file finds, and what it leaves alone."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvcache_pool.api import Note
 from kvcache_pool.check import found_files, open_segment, verify
-from kvcache_pool.geometry import PAGE_BYTES
-from kvcache_pool.segment import Segment
+from kvcache_pool.geometry import PAGE_BYTES, Geometry
+from kvcache_pool.segment import Memory, Segment
 from tests.kvcache_pool.builders import LAYOUT, a_segment, names, random_runs
 
 NOTES = [Note(slot, 10 + slot, names(slot + 1)[0]) for slot in range(3)]
@@ -50,6 +51,18 @@ def test_a_block_that_is_elsewhere_in_the_index_is_found(segment: Segment) -> No
         "slot 3 has generation 0, and the grant 13",
         "there is no slot 7",
     ]
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_a_file_says_that_its_blocks_are_compressed(tmp_path: Path, form: str) -> None:
+    layout = replace(LAYOUT, compression=form)
+    segment = a_segment(2, folder=tmp_path, layout=layout)
+    try:
+        assert open_segment(segment.path).memory.geometry.layout == layout
+        with pytest.raises(ValueError, match="is not the segment that was announced"):
+            Memory.attach(str(segment.path), Geometry(LAYOUT, 2), segment.incarnation)
+    finally:
+        segment.close()
 
 
 @pytest.mark.parametrize(

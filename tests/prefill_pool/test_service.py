@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from engine.api import Sampling
-from kvcache_pool.api import Copy, Corrupt, Directory, DirectoryLink, Grant, LeaseLost, Stale
+from kvcache_pool.api import Copy, Corrupt, Directory, DirectoryLink, Grant, LeaseLost, NotFinite, Stale
 from prefill_pool.api import Prefill, PrefillBusy, PrefixLost, StoreLost
 from prefill_pool.config import PrefillConfig
 from prefill_pool.service import PrefillService
@@ -137,6 +137,21 @@ async def test_every_layer_of_every_block_and_the_tail_is_stored():
         assert len(bench.mover.runs) == 6 * LAYOUT.layers
 
 
+async def test_the_mover_hears_how_much_of_the_last_block_is_filled():
+    class Noting(MemoryMover):
+        async def write(self, layer, grants, source, pages, priority, filled=None):  # type: ignore[no-untyped-def]
+            heard.append((layer, len(grants), filled))
+            await super().write(layer, grants, source, pages, priority, filled)
+
+    heard: list[tuple[int, int, int | None]] = []
+    async with a_bench(mover=Noting()) as bench:
+        await bench.prefill(a_prefill(PROMPT))
+    last = len(PROMPT) % LAYOUT.block_tokens
+    chunks = [(2, LAYOUT.block_tokens), (2, LAYOUT.block_tokens), (2, last)]
+    assert sorted(heard) == sorted((layer, *chunk) for layer in range(LAYOUT.layers) for chunk in chunks)
+    assert 0 < last < LAYOUT.block_tokens
+
+
 async def test_choices_share_one_computation():
     async with a_bench() as bench:
         assert await bench.prefill(a_prefill(PROMPT, choices=3)) == foretell(PROMPT, 1) * 3
@@ -221,10 +236,10 @@ async def test_nothing_is_copied_of_a_layer_that_was_not_loaded_whole():
 
 async def test_computing_does_not_wait_for_copies():
     class SlowHome(MemoryMover):
-        async def write(self, layer, grants, source, pages, priority):  # type: ignore[no-untyped-def]
+        async def write(self, layer, grants, source, pages, priority, filled=None):  # type: ignore[no-untyped-def]
             if grants[0].segment == HOME:
                 await computed.wait()
-            await super().write(layer, grants, source, pages, priority)
+            await super().write(layer, grants, source, pages, priority, filled)
 
     class Telling(FakeEngine):
         def drawn(self, row):  # type: ignore[no-untyped-def]
@@ -261,7 +276,7 @@ async def test_a_block_that_cannot_be_loaded_is_discarded_and_the_request_sent_b
         assert await bench.prefill(a_prefill(PROMPT, reuse=2)) == foretell(PROMPT, 1)
 
 
-@pytest.mark.parametrize("error", [Stale("reused"), Corrupt("changed on its way"), PeerLost("gone")])
+@pytest.mark.parametrize("error", [Stale("reused"), Corrupt("changed"), NotFinite("NaN"), PeerLost("gone")])
 async def test_a_store_that_is_refused_sends_the_request_back(error: Exception):
     async with a_bench() as bench:
         bench.mover.refused[SEGMENT, 3] = error

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.blocks import BlockLayout, HashRoot, block_hashes, extend_hashes
+from protocol.blocks import COMPRESSIONS, BlockLayout, HashRoot, block_hashes, extend_hashes
 from protocol.errors import BadMessage
 from protocol.ids import token_ids
 from protocol.message import build
@@ -33,6 +33,14 @@ tokens_lists = st.lists(st.integers(0, 2**32 - 1), max_size=100)
 
 def test_names_are_fixed_for_all_time() -> None:
     assert [name.hex() for name in block_hashes(ROOT, range(50))] == GOLDEN
+
+
+def test_the_names_of_compressed_blocks_are_others() -> None:
+    roots = [replace(ROOT, layout=replace(LAYOUT, compression=form)) for form in COMPRESSIONS]
+    assert roots[0] == ROOT
+    assert len({root.digest() for root in roots}) == len(COMPRESSIONS) == 3
+    with pytest.raises(ValueError, match="compression must be one of none, int8, fp8, not 'zip'"):
+        replace(LAYOUT, compression="zip")
 
 
 @pytest.mark.parametrize("seed", ["1", "2"])

@@ -29,6 +29,7 @@ DIFFERENCES: list[tuple[str, Any]] = [
     ("head_dim", 32),
     ("block_tokens", 32),
     ("kv_type", "bfloat16"),
+    ("compression", "int8"),
 ]
 
 
