@@ -10,7 +10,21 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import decision, estimates, grain, index, load, mixed, overlap, reuse, start, store, tax, truth
+from bench import (
+    compression,
+    decision,
+    estimates,
+    grain,
+    index,
+    load,
+    mixed,
+    overlap,
+    reuse,
+    start,
+    store,
+    tax,
+    truth,
+)
 from bench.client import StreamFailed
 from bench.machine import machine_facts, watched
 from bench.pool import PoolFailed
@@ -91,6 +105,7 @@ ABOUTS = {
     "truth": truth.ABOUT,
     "store": store.ABOUT,
     "grain": grain.ABOUT,
+    "compression": compression.ABOUT,
 }
 
 
@@ -115,6 +130,7 @@ def _benchmarks(setup: Setup, arguments: argparse.Namespace) -> Mapping[str, Mea
         "mixed": lambda: mixed.run(setup),
         "truth": lambda: truth.run(setup, truth.Choices(arguments.span, arguments.record)),
         "grain": lambda: grain.run(setup.runs),
+        "compression": lambda: compression.run(setup, arguments.prompts),
         "store": lambda: store.run(setup.runs, arguments.peers == "all"),
     }
 
@@ -157,6 +173,8 @@ def _parser() -> argparse.ArgumentParser:
     group, choices = parser.add_argument_group("for truth"), truth.Choices()
     group.add_argument("--span", type=float, default=choices.span_s, help="seconds of each part (%(default)s)")
     group.add_argument("--record", type=Path, metavar="FILE", help="write what `dango sim truth --live` reads")
+    group = parser.add_argument_group("for compression")
+    group.add_argument("--prompts", type=_positive, default=36, help="passages of the documents (%(default)s)")
     group = parser.add_argument_group("for store")
     group.add_argument("--peers", choices=("all", "none"), default="all", help="other stores (%(default)s)")
     return parser

@@ -34,14 +34,14 @@ FP8_MAX = 448
 STEP_MIN = np.float32(2.0**-126)
 """Smaller steps have no finite inverse: elements that differ by less all become one."""
 
-SUBNORMAL_MAX = np.uint32(121 << 23)
-"""The bits of 2**-6: below it, numbers of e4m3 are multiples of 2**-9."""
+FP8_NORMAL_MIN = np.float32(2.0**-6)
+"""Below it, numbers of e4m3 are multiples of 2**-9."""
 
 ROUNDS_TO_SUBNORMAL = np.float32(2.0**14)
 """A float32 of this size has a last place of 2**-9: adding it rounds to that."""
 
-REBIAS = np.uint32((1 << 32) + (1 << 19) - 1 - (120 << 23))
-"""Added to the bits of a float32: half of e4m3's last place, less the difference of the exponents' biases."""
+REBIAS = np.uint32((1 << 32) + (1 << 19) - 1 - (121 << 23))
+"""Added to the bits of a float32: half of e4m3's last place, less the bits of its least normal number."""
 
 
 class Codec:
@@ -187,21 +187,26 @@ def _narrow(numbers: Floats, out: npt.NDArray[np.generic]) -> None:
 
 
 def _to_fp8(numbers: Floats, spare: Floats, out: Bytes) -> None:
-    """The bits of the nearest e4m3, ties to even, of numbers of at most FP8_MAX; they are used up."""
-    bits, low = numbers.view(np.uint32), spare.view(np.uint32)
+    """The bits of the nearest e4m3, ties to even, of numbers of at most FP8_MAX; they are used up.
+
+    As bits, those of the part below the least normal number and those of the part above it add up.
+    """
     negative = np.signbit(numbers)
     np.abs(numbers, out=numbers)
-    subnormal = bits < SUBNORMAL_MAX
-    np.add(numbers, ROUNDS_TO_SUBNORMAL, out=spare)
-    np.subtract(low, ROUNDS_TO_SUBNORMAL.view(np.uint32), out=low)
-    rounding = np.right_shift(bits, 20)
-    rounding &= 1
-    bits += rounding
-    bits += REBIAS  # wraps around for what is subnormal
+    np.minimum(numbers, FP8_NORMAL_MIN, out=spare)
+    spare += ROUNDS_TO_SUBNORMAL
+    low = spare.view(np.uint32)
+    low -= ROUNDS_TO_SUBNORMAL.view(np.uint32)
+    np.maximum(numbers, FP8_NORMAL_MIN, out=numbers)
+    bits = numbers.view(np.uint32)
+    even = np.right_shift(bits, 20)
+    even &= 1
+    bits += even
+    bits += REBIAS
     bits >>= 20
-    np.copyto(bits, low, where=subnormal)
+    bits += low
     np.copyto(out, bits, casting="unsafe")
-    out |= negative.view(np.uint8) << 7
+    out |= negative.view(np.uint8) * np.uint8(128)
 
 
 def _fp8_numbers() -> Floats:
