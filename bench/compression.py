@@ -37,6 +37,7 @@ from kvcache_pool.transfer.packed import mover_to
 from protocol.blocks import COMPRESSIONS, BlockLayout
 from protocol.ids import SegmentId
 from protocol.instance import new_incarnation
+from protocol.settings import SettingsError
 from protocol.zmq_transport import ZmqTransport
 
 ABOUT = "bytes, errors and text of KV that a pool compresses, against KV that never left its pages"
@@ -79,6 +80,20 @@ class Figures:
     common: list[int] = field(default_factory=list)
     """Tokens of the text before the first that is another."""
 
+    def note_kv(self, exact: torch.Tensor, other: torch.Tensor) -> None:
+        """Of one prompt, [layers, 2, tokens, kv_heads, head_dim]."""
+        off = (other.float() - exact.float()).abs()
+        self.key_mean.append(off[:, 0].mean().item())
+        self.key_max.append(off[:, 0].max().item())
+        self.value_mean.append(off[:, 1].mean().item())
+        self.value_max.append(off[:, 1].max().item())
+
+    def note_scores(self, true: Scores, other: Scores) -> None:
+        """Of one prompt, [positions, vocab]."""
+        ours, theirs = torch.from_numpy(true).log_softmax(-1), torch.from_numpy(other).log_softmax(-1)
+        self.logits.append(float(np.abs(true - other).mean()))
+        self.divergence.append((ours.exp() * (ours - theirs)).sum(-1).mean().item())
+
     def rows(self, form: str) -> list[Row]:
         """As reported; without compression every text must be the same."""
         differing = sum(common < ANSWER for common in self.common)
@@ -101,7 +116,7 @@ class Figures:
 
 
 async def run(setup: Setup, count: int) -> list[Row]:
-    """Measure with so many prompts. Raises as open_model and host_engine do, and ValueError for too many."""
+    """Measure with so many prompts. Raises as open_model and host_engine do, and SettingsError for too many."""
     model = setup.open()
     prompts = passages(model.tokenizer, count)
     engine = await host_engine(model, setup.prefill())
@@ -125,7 +140,7 @@ async def _batch(engine: TorchEngine, prompts: Sequence[list[int]], figures: dic
     own = [free.take(pages_for(len(prompt) + ANSWER, block)) for prompt in prompts]
     batch = [Prompt(tokens, pages) for tokens, pages in zip(prompts, own, strict=True) if pages is not None]
     if len(batch) < len(prompts):
-        raise ValueError(f"{len(prompts)} prompts do not fit in {engine.pages} pages")
+        raise SettingsError(f"{len(prompts)} prompts do not fit in {engine.pages} pages")
     firsts = [await _prefill(engine, prompt) for prompt in batch]
     exact = [_kv(engine, prompt) for prompt in batch]
     texts = await _decoded(engine, batch, firsts, BATCH)
@@ -137,12 +152,12 @@ async def _batch(engine: TorchEngine, prompts: Sequence[list[int]], figures: dic
         if form != OTHER:
             await _through_a_pool(engine, batch, form)
         for prompt, kv in zip(batch, exact, strict=True):
-            _note_kv(found, kv, _kv(engine, prompt))
+            found.note_kv(kv, _kv(engine, prompt))
         for text, other in zip(texts, await _decoded(engine, batch, firsts, size), strict=True):
             pairs = zip(text, other, strict=True)
             found.common.append(next((n for n, (one, two) in enumerate(pairs) if one != two), ANSWER))
         for prompt, text, true in zip(batch, texts, scores, strict=True):
-            _note_scores(found, true, await _scores(engine, prompt, text, step))
+            found.note_scores(true, await _scores(engine, prompt, text, step))
 
 
 async def _prefill(engine: TorchEngine, prompt: Prompt) -> int:
@@ -224,20 +239,6 @@ async def _a_mover(layout: BlockLayout, slots: int) -> AsyncIterator[tuple[Mover
         stack.push_async_callback(mover.aclose)
         mover.know([place_of(segment, "", HOST)])
         yield mover, [Grant(segment.segment, slot, 1) for slot in range(slots)]
-
-
-def _note_kv(found: Figures, exact: torch.Tensor, other: torch.Tensor) -> None:
-    off = (other.float() - exact.float()).abs()
-    found.key_mean.append(off[:, 0].mean().item())
-    found.key_max.append(off[:, 0].max().item())
-    found.value_mean.append(off[:, 1].mean().item())
-    found.value_max.append(off[:, 1].max().item())
-
-
-def _note_scores(found: Figures, true: Scores, other: Scores) -> None:
-    ours, theirs = torch.from_numpy(true).log_softmax(-1), torch.from_numpy(other).log_softmax(-1)
-    found.logits.append(float(np.abs(true - other).mean()))
-    found.divergence.append((ours.exp() * (ours - theirs)).sum(-1).mean().item())
 
 
 # -- bytes and time -----------------------------------------------------------------------------------

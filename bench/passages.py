@@ -4,6 +4,7 @@ from pathlib import Path
 
 from engine.chat_template import NoChatTemplate
 from engine.tokenizer import Tokenizer
+from protocol.settings import SettingsError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -14,8 +15,8 @@ TOKENS = (250, 400, 600, 800)
 
 
 def passages(tokenizer: Tokenizer, count: int) -> list[list[int]]:
-    """The tokens of so many prompts, none with a beginning of another. Raises ValueError if the documents have
-    not enough text."""
+    """The tokens of so many prompts, no passage twice. Raises SettingsError if the documents have not enough
+    text."""
     prompts: list[list[int]] = []
     for path in [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]:
         ids, start = tokenizer.encode(path.read_text(encoding="utf-8"), special=False), 0
@@ -26,7 +27,7 @@ def passages(tokenizer: Tokenizer, count: int) -> list[list[int]]:
             prompts.append(_prompt(tokenizer, tokenizer.decode(ids[start : start + tokens])))
             start += tokens
     if len(prompts) < count:
-        raise ValueError(f"the documents have text for {len(prompts)} prompts, not {count}")
+        raise SettingsError(f"the documents have text for {len(prompts)} prompts, not {count}")
     return prompts
 
 

@@ -34,15 +34,6 @@ FP8_MAX = 448
 STEP_MIN = np.float32(2.0**-126)
 """Smaller steps have no finite inverse: elements that differ by less all become one."""
 
-FP8_NORMAL_MIN = np.float32(2.0**-6)
-"""Below it, numbers of e4m3 are multiples of 2**-9."""
-
-ROUNDS_TO_SUBNORMAL = np.float32(2.0**14)
-"""A float32 of this size has a last place of 2**-9: adding it rounds to that."""
-
-REBIAS = np.uint32((1 << 32) + (1 << 19) - 1 - (121 << 23))
-"""Added to the bits of a float32: half of e4m3's last place, less the bits of its least normal number."""
-
 
 class Codec:
     """Packs and unpacks the runs of one layout, many at once. Holds nothing else; may be used from any thread."""
@@ -187,26 +178,17 @@ def _narrow(numbers: Floats, out: npt.NDArray[np.generic]) -> None:
 
 
 def _to_fp8(numbers: Floats, spare: Floats, out: Bytes) -> None:
-    """The bits of the nearest e4m3, ties to even, of numbers of at most FP8_MAX; they are used up.
+    """The nearest e4m3, ties to even, of numbers of at most FP8_MAX; they are used up.
 
-    As bits, those of the part below the least normal number and those of the part above it add up.
+    Their upper halves are looked up. The last bit there is set if anything was below it, so that what is no tie
+    does not become one.
     """
-    negative = np.signbit(numbers)
-    np.abs(numbers, out=numbers)
-    np.minimum(numbers, FP8_NORMAL_MIN, out=spare)
-    spare += ROUNDS_TO_SUBNORMAL
-    low = spare.view(np.uint32)
-    low -= ROUNDS_TO_SUBNORMAL.view(np.uint32)
-    np.maximum(numbers, FP8_NORMAL_MIN, out=numbers)
-    bits = numbers.view(np.uint32)
-    even = np.right_shift(bits, 20)
-    even &= 1
-    bits += even
-    bits += REBIAS
-    bits >>= 20
-    bits += low
-    np.copyto(out, bits, casting="unsafe")
-    out |= negative.view(np.uint8) * np.uint8(128)
+    bits, more = numbers.view(np.uint32), spare.view(np.uint32)
+    np.bitwise_and(bits, 0xFFFF, out=more)
+    more += 0xFFFF
+    bits |= more
+    bits >>= 16
+    np.copyto(out, np.take(NEAREST_FP8, bits, mode="clip"))
 
 
 def _fp8_numbers() -> Floats:
@@ -219,3 +201,16 @@ def _fp8_numbers() -> Floats:
 
 
 FP8 = _fp8_numbers()
+
+
+def _nearest_fp8() -> Bytes:
+    """The byte for each upper half of a float32 in the order of their bits, 65,536 in all; ties go to even."""
+    size = (np.arange(1 << 15, dtype=np.uint32) << 16).view(np.float32)
+    finite = FP8[:127]
+    ties = (finite[1:] + finite[:-1]) / 2
+    below, above = np.searchsorted(ties, size, "left"), np.searchsorted(ties, size, "right")
+    nearest = np.where(below % 2 == 0, below, above).astype(np.uint8)
+    return np.concatenate([nearest, nearest | 128])
+
+
+NEAREST_FP8 = _nearest_fp8()

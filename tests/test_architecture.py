@@ -54,6 +54,7 @@ PURE = {
     "prefill_pool/schedule.py",
     "decode_pool/schedule.py",
     "kvcache_pool/buffers.py",
+    "kvcache_pool/codec.py",
     "kvcache_pool/draining.py",
     "kvcache_pool/events.py",
     "kvcache_pool/index.py",

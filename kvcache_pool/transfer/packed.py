@@ -174,7 +174,7 @@ class PackedMover:
 
     def _scratch(self) -> Scratch:
         sizes = (self._rows, self._plain_bytes), (self._rows, self._run_bytes)
-        plain, packed = (np.empty(size, np.uint8) for size in sizes)
+        plain, packed = (aligned(*size) for size in sizes)
         return Scratch(plain, packed)
 
     async def _work(self, priority: Priority, runs: int, work: Callable[[], None]) -> None:

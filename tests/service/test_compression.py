@@ -90,6 +90,9 @@ def test_text_is_that_of_packed_kv_and_its_first_token_nearly_the_true_one(
         assert (cached(cold), cached(warm)) == (0, (length - 1) // BLOCK * BLOCK)
         tokens = asyncio.run(foretold(engine, form, prompt))
         assert [text_of(cold), text_of(warm)] == [text(referee.tokenizer, said) for said in tokens]
+        turn = [*prompt, *tokens[0], 9, 8]
+        packing.client.at_rest()
+        assert cached(packing.client.complete(turn, 1)) == (length + TOKENS - 1) // BLOCK * BLOCK
         true, after = (answer["choices"][0]["logprobs"]["token_logprobs"][0] for answer in (cold, warm))
         assert 0 < abs(true - after) < LOGPROB_OFF[form]
 
