@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from kvcache_pool.api import Corrupt, Note, Stale
 from kvcache_pool.geometry import PAGE_BYTES, Geometry
-from kvcache_pool.segment import Memory, Segment, checksum, reclaim
+from kvcache_pool.segment import Memory, Segment, checksum, reclaim, segment_files
 from protocol.blocks import BlockLayout
 from protocol.ids import Incarnation, SegmentId
 from tests.kvcache_pool.builders import LAYOUT, a_segment, names, random_runs
@@ -298,6 +299,17 @@ def test_what_has_another_shape_is_not_taken_over_but_removed(tmp_path: Path) ->
     assert segment.noted() == []
     assert not left.exists()
     segment.close()
+
+
+def test_what_is_compressed_otherwise_is_not_taken_over_though_it_has_as_many_bytes(tmp_path: Path) -> None:
+    int8, fp8 = (Geometry(replace(LAYOUT, compression=form), 4) for form in ("int8", "fp8"))
+    assert int8.file_bytes == fp8.file_bytes
+    lives = []
+    for number, geometry in enumerate((int8, int8, fp8)):
+        lives.append(Segment(SegmentId("kv"), Incarnation(f"life{number}"), geometry, tmp_path, keep=True))
+        lives[-1].close()
+    assert [life.adopted for life in lives] == [False, True, False]
+    assert [path.name for path in segment_files(tmp_path)] == [lives[-1].path.name]
 
 
 def test_a_living_owners_memory_is_not_taken_over(tmp_path: Path) -> None:
