@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache_pool.api import Blocks, Grant, Lease, Mover, Note, NotFinite, Place, Priority, Stale
+from kvcache_pool.api import Grant, Lease, Mover, Note, NotFinite, Place, Priority, Stale
 from kvcache_pool.check import open_segment, verify
 from kvcache_pool.client import KVCachePool
 from kvcache_pool.codec import Bytes, Codec
@@ -18,6 +18,7 @@ from kvcache_pool.transfer.mover import PoolMover, Reach
 from kvcache_pool.transfer.packed import HOP_BYTES, HOPS_MAX, SCRATCHES, PackedMover, mover_to
 from protocol.blocks import BlockLayout
 from protocol.cluster import Manifest, Mismatch
+from protocol.errors import PeerLost
 from tests.kvcache_pool.builders import HOST, LAYOUT, Pool, a_pool, an_ask, names
 from tests.kvcache_pool.faults import Faults, FaultyMover
 from tests.kvcache_pool.test_client import Conductor
@@ -149,6 +150,41 @@ async def test_only_what_comes_before_a_bad_run_is_good(tmp_path: Path, bad: int
         assert np.array_equal(out[:bad], repacked(source, LARGE)[:bad])
 
 
+async def test_each_block_is_told_of_whatever_became_of_the_others(tmp_path: Path) -> None:
+    async with a_pool(tmp_path, 12, 12, layout=LARGE) as pool:
+        near, far = [
+            await pool.directory.acquire(an_ask([], unnamed=12, near=one.segment)) for one in pool.segments
+        ]
+        grants = [grant for pair in zip(near.targets, far.targets, strict=True) for grant in pair]
+        assert {grant.segment for grant in grants[::2]} != {grant.segment for grant in grants[1::2]}
+        source = kv(24 * 2, LARGE).reshape(24, 2, -1)
+        mover = mover_to(pool.transport, HOST, Reach.SHM, LARGE)
+        mover.know(near.places)
+        try:
+            faults = await mover.store_blocks(grants, source, Priority.STORE)
+            assert {segment: type(error) for segment, error in faults.items()} == {grants[1].segment: PeerLost}
+            with pytest.raises(PeerLost):
+                await mover.write_blocks(grants, source, Priority.STORE)
+            mover.know(far.places)
+            assert await mover.store_blocks(grants, source, Priority.STORE) == {}
+            for place in (7, 22):
+                memory = next(one.memory for one in pool.segments if one.segment == grants[place].segment)
+                memory.runs[grants[place].slot, 1, 9] ^= 1
+            out = np.zeros_like(source)
+            got = await mover.fetch_blocks(grants, out, Priority.LOAD)
+            assert {7, 22} <= {*got.missing} <= {*range(7, 24)}
+            assert (got.bad, got.lost) == ([7, 22], frozenset())
+            there = [place for place in range(24) if place not in got.missing]
+            assert 21 in there
+            expected = repacked(source.reshape(48, -1), LARGE).reshape(source.shape)
+            assert np.array_equal(out[there], expected[there])
+            assert await mover.read_blocks(grants, out, Priority.LOAD) == 7
+        finally:
+            await mover.aclose()
+            for lease in (near, far):
+                await pool.directory.release(lease.lease)
+
+
 class Slow:
     """A mover below that counts what is under way, and ends when it may. Its runs are packed."""
 
@@ -186,13 +222,6 @@ class Slow:
     ) -> None:
         assert source.nbytes <= HOP_BYTES
         await self._moved()
-
-    async def write_blocks(self, grants: Sequence[Grant], blocks: Blocks, priority: Priority) -> None:
-        await self._moved()
-
-    async def read_blocks(self, grants: Sequence[Grant], blocks: Blocks, priority: Priority) -> int:
-        await self._moved()
-        return len(grants)
 
     async def aclose(self) -> None: ...
 
