@@ -191,8 +191,10 @@ class PackedMover:
     # -- work, in any thread ------------------------------------------------------------------------
 
     def _gather(self, scratch: Scratch, source: Bytes, pages: list[int], filled: int | None) -> None:
+        if not 0 <= min(pages) <= max(pages) < len(source):
+            raise IndexError(f"a page is outside the {len(source)} there are")
         plain = scratch.plain[: len(pages)]
-        np.take(source, pages, axis=0, out=plain, mode="clip")
+        np.take(source, pages, axis=0, out=plain, mode="clip")  # to raise, it would take them by a copy
         if filled is not None:
             self._codec.blank(plain[-1], filled)
         self._codec.pack(plain, scratch.packed[: len(pages)])

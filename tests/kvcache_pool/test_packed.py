@@ -185,6 +185,15 @@ async def test_each_block_is_told_of_whatever_became_of_the_others(tmp_path: Pat
                 await pool.directory.release(lease.lease)
 
 
+async def test_a_page_that_is_none_is_refused(tmp_path: Path) -> None:
+    async with packed(tmp_path, INT8) as (mover, lease, _):
+        for page in (-1, 2):
+            with pytest.raises(IndexError):
+                await mover.write(0, lease.targets[:2], kv(2, INT8), [0, page], Priority.STORE)
+        with pytest.raises(IndexError):
+            await mover.write(0, lease.targets[:1], kv(400, INT8), [400], Priority.STORE)
+
+
 class Slow:
     """A mover below that counts what is under way, and ends when it may. Its runs are packed."""
 
