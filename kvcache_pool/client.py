@@ -70,7 +70,7 @@ class KVCachePool:
         self._host = host
         self._leasing = Leasing(mover, layout, f"client {host}")
         self._transfers = Transfers()
-        self._moving = Moving(mover, self._leasing, layout, f"client {host}")
+        self._moving = Moving(mover, self._leasing, layout.plain, f"client {host}")
 
     @staticmethod
     @asynccontextmanager

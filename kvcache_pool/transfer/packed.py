@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from kvcache_pool.aligned import aligned
 from kvcache_pool.api import Blocks, Grant, Place, Priority
 from kvcache_pool.codec import Bytes, Codec
 from kvcache_pool.transfer.copiers import Copiers, Turns, leading, together
@@ -70,6 +71,10 @@ class PackedMover:
     def know(self, places: Sequence[Place]) -> None:
         """See api.Mover."""
         self._below.know(places)
+
+    def in_bulk(self, grants: Sequence[Grant]) -> bool:
+        """See api.Mover."""
+        return self._below.in_bulk(grants)
 
     async def read(
         self, layer: int, grants: Sequence[Grant], out: Bytes, pages: Sequence[int], priority: Priority
