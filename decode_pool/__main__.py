@@ -12,6 +12,7 @@ from engine.hosting import host_engine, kind_of
 from engine.manifest import open_model
 from engine.pace import Pace
 from kvcache_pool.api import DirectoryLink
+from kvcache_pool.transfer.mooncake_engine import MooncakeSettings
 from kvcache_pool.transfer.mover import Reach
 from kvcache_pool.transfer.packed import mover_to
 from protocol.ids import SegmentId
@@ -23,13 +24,16 @@ from protocol.zmq_transport import ZmqTransport
 
 async def serve(config: DecodeConfig) -> None:
     """Load the model, then serve until cancelled."""
+    reach, mooncake = Reach(config.transport), MooncakeSettings(config.mooncake_protocol, config.mooncake_devices)
+    if reach is Reach.MOONCAKE:
+        mooncake.require()  # before the long load
     model = open_model(config)
     host = config.host or socket.gethostname()
     engine, pace = await host_engine(model, config), Pace()
     trials = [*decode_trials(engine, config.batch_max), *rest_trials(engine, config.chunk_tokens)]
     await calibrate(engine, trials, pace, config.calibrate_s)
     transport = ZmqTransport()
-    mover = mover_to(transport, host, Reach(config.transport), model.manifest.layout)
+    mover = mover_to(transport, host, reach, model.manifest.layout, mooncake)
     directory = DirectoryLink(transport)
     writeback = WriteBack(mover, directory)
     service = DecodeService(engine, mover, writeback, model.manifest, config, pace)

@@ -72,8 +72,15 @@ class ComputeSettings(ModelSettings):
     calibrate_s: float = 1.0
     """Time for a few passes at the start, in seconds, from which the first requests are predicted; 0 is none."""
 
-    transport: Literal["auto", "tcp"] = "auto"
-    """How KV moves: auto takes shared memory on one host and TCP between hosts; or tcp for TCP always."""
+    transport: Literal["auto", "tcp", "mooncake"] = "auto"
+    """How KV moves: auto takes shared memory on one host and TCP between hosts; mooncake takes Mooncake's Transfer
+    Engine between hosts; tcp takes TCP always."""
+
+    mooncake_protocol: Literal["tcp", "rdma"] = "tcp"
+    """What Mooncake's Transfer Engine speaks, the same on all hosts."""
+
+    mooncake_devices: str = ""
+    """Network cards for it, as it names them, with commas between; empty takes all there are."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -24,6 +24,7 @@ from kvcache_pool.segment_service import SegmentService
 from kvcache_pool.service import DirectoryService
 from kvcache_pool.slots import Shares
 from kvcache_pool.tiers import DiskTier, beside, disk_segment
+from kvcache_pool.transfer.mooncake_engine import MooncakeSettings
 from kvcache_pool.transfer.mover import PoolMover
 from protocol.blocks import BlockLayout
 from protocol.cluster import Manifest
@@ -90,7 +91,8 @@ async def _serve(
     transport: Transport, config: KVCacheConfig, manifest: Manifest, segment: Segment, disk: Segment | None
 ) -> None:
     host = config.host or socket.gethostname()
-    bytes_service = SegmentService(segment, config.listen)
+    mooncake = MooncakeSettings(config.mooncake_protocol, config.mooncake_devices)
+    bytes_service = SegmentService(segment, config.listen, mooncake if config.transport == "mooncake" else None)
     disk_tier = DiskTier(segment, disk, config.listen) if disk is not None else None
     directory: DirectoryService | None = None
     publisher: Publisher | None = None

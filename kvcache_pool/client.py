@@ -29,6 +29,7 @@ from kvcache_pool.leasing import Leasing
 from kvcache_pool.loading import Load
 from kvcache_pool.moving import Moving
 from kvcache_pool.storing import store
+from kvcache_pool.transfer.mooncake_engine import MooncakeSettings
 from kvcache_pool.transfer.mover import BlockMover, Reach
 from kvcache_pool.transfer.packed import mover_to
 from kvcache_pool.transfers import Progress, Transfer, Transfers
@@ -84,6 +85,7 @@ class KVCachePool:
         root: HashRoot | None = None,
         host: str = "",
         reach: str = "auto",
+        mooncake: MooncakeSettings = MooncakeSettings(),  # noqa: B008  it is frozen
     ) -> AsyncIterator["KVCachePool"]:
         """Connect by the Conductor's control address, which is CONDUCTOR if none is given, or by those of several
         with commas between, which are asked in turn; or to a `directory`.
@@ -92,7 +94,8 @@ class KVCachePool:
         some tokens apart from those of others. A directory tells neither: with it comes a `root` for the names of
         tokens' blocks, or a `layout` only, and then blocks go by names that the caller makes.
 
-        `host` is this machine's name, if `dango kvcache --host` gave it another; `reach` is auto, shm or tcp.
+        `host` is this machine's name, if `dango kvcache --host` gave it another; `reach` is auto, shm, tcp or
+        mooncake, whose engine `mooncake` tells how to be used.
         Leaving the `async with` waits for transfers that are open; when an error leaves it, they are cancelled.
         Raises PeerLost when nobody answers.
         """
@@ -108,7 +111,7 @@ class KVCachePool:
             shape = root.layout if root is not None else layout
             assert shape is not None, "one of them was required"
             host = host or socket.gethostname()
-            mover = mover_to(transport, host, Reach(reach), shape)
+            mover = mover_to(transport, host, Reach(reach), shape, mooncake)
             stack.push_async_callback(mover.aclose)
             pool = KVCachePool(guide, mover, shape, root, host)
             stack.push_async_callback(pool._leasing.settle)

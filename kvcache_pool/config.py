@@ -48,6 +48,17 @@ class KVCacheConfig:
 
     watermark_step: float = 0.05
     """How far below the watermark the use then comes, as a share of the segment."""
+
+    transport: Literal["auto", "mooncake"] = "auto"
+    """How other hosts reach the memory: auto is TCP; mooncake is Mooncake's Transfer Engine too, which shows KV to
+    whoever reaches its ports."""
+
+    mooncake_protocol: Literal["tcp", "rdma"] = "tcp"
+    """What Mooncake's Transfer Engine speaks, the same on all hosts."""
+
+    mooncake_devices: str = ""
+    """Network cards for it, as it names them, with commas between; empty takes all there are."""
+
     events: str = ""
     """Address at which the directory publishes KV events, such as tcp://127.0.0.1:5557; empty: none. They tell
     prompts' tokens to whoever can connect."""

@@ -6,9 +6,11 @@ from functools import partial
 import numpy as np
 
 from kvcache_pool.api import Done, OpenStream, Priority, ReadLayer, Runs, Stale, WriteLayer
+from kvcache_pool.mooncake_service import MooncakeService
 from kvcache_pool.segment import Segment
 from kvcache_pool.streams import Streams
 from kvcache_pool.transfer.copiers import Copiers, hops
+from kvcache_pool.transfer.mooncake_engine import MooncakeSettings
 from kvcache_pool.transfer.stream import stream_host
 from kvcache_pool.transfer.wire import GENERATIONS_MAX
 from protocol.call import Answer
@@ -23,16 +25,21 @@ RUNS_MAX = 4096
 class SegmentService:
     """Answers for one segment's bytes. Owns copying threads until `close`; the segment is another's."""
 
-    def __init__(self, segment: Segment, address: str = "") -> None:
-        """Streams are taken at the host of `address`; at this one for others of this host, if it is empty."""
+    def __init__(self, segment: Segment, address: str = "", mooncake: MooncakeSettings | None = None) -> None:
+        """Streams are taken at the host of `address`; at this one for others of this host, if it is empty. Runs
+        are offered by Mooncake's engine too, if `mooncake` says how. Raises ValueError, OSError."""
         self._memory = segment.memory
         self.streams = Streams(segment.memory, stream_host(address))
         self._layout = segment.memory.geometry.layout
+        self._mooncake: MooncakeService | None = None
+        if mooncake is not None:
+            self._mooncake = MooncakeService(segment.memory, stream_host(address), mooncake)
         self._copiers = Copiers()
 
     def handlers(self) -> dict[type[Message], Handler]:
         """For `Server`."""
-        return dict(
+        more = {} if self._mooncake is None else self._mooncake.handlers()
+        return more | dict(
             [
                 handler(ReadLayer, self._read),
                 handler(WriteLayer, self._write),
@@ -81,4 +88,6 @@ class SegmentService:
     def close(self) -> None:
         """End the threads, and the streams."""
         self.streams.close()
+        if self._mooncake is not None:
+            self._mooncake.close()
         self._copiers.close()

@@ -15,7 +15,7 @@ from protocol.settings import SettingsError, load_section
         (PrefillConfig, "prefill", "chunk_tokens", "100", "a multiple of block_tokens"),
         (PrefillConfig, "prefill", "queue_max", "0", "queue_max must be more than 0"),
         (PrefillConfig, "prefill", "threads", "-1", "threads must be 0 or more"),
-        (PrefillConfig, "prefill", "transport", "rdma", "transport must be one of auto, tcp"),
+        (PrefillConfig, "prefill", "transport", "rdma", "transport must be one of auto, tcp, mooncake"),
         (DecodeConfig, "decode", "batch_max", "0", "batch_max must be more than 0"),
         (DecodeConfig, "decode", "dtype", "int8", "dtype must be one of bfloat16, float16, float32"),
         (ConductorConfig, "conductor", "port", "70000", "port must be from 0 to 65535"),

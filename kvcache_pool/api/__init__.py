@@ -81,7 +81,12 @@ from kvcache_pool.api.mover import (
     Priority,
 )
 from kvcache_pool.api.segment import (
+    Checksums,
+    GetChecksums,
+    MooncakeAt,
+    OpenMooncake,
     OpenStream,
+    PullRuns,
     ReadLayer,
     Runs,
     StreamPort,
@@ -92,11 +97,12 @@ from kvcache_pool.api.segment import (
 __all__ = [
     "ANNOUNCE_EVERY_S", "DIRECTORY_S", "LEASE_S", "NOTED_S", "NOTES_MAX", "TRANSFER_S_MAX",
     "Acquire", "Announce", "Announced", "Blocks", "CannotDrain", "Carried", "Carry", "Catalogue",
-    "Clear", "Cleared", "Commit", "Copy", "Corrupt", "Counted", "Directory", "DirectoryLink",
-    "Discard", "Done", "Drain", "Due", "Existing", "Exists", "Found", "GetCatalogue", "GetDue",
-    "GetSegments", "GetStats", "Goodbye", "Grant", "Lease", "LeaseLost", "Lookup", "Mover",
-    "NotFinite", "Note", "OpenStream", "Pin", "PinKind", "Place", "PoolFull", "Priority",
-    "ReadLayer", "Release", "Remove", "Renew", "Runs", "SegmentStats", "Segments", "Stale", "Stats",
+    "Checksums", "Clear", "Cleared", "Commit", "Copy", "Corrupt", "Counted", "Directory",
+    "DirectoryLink", "Discard", "Done", "Drain", "Due", "Existing", "Exists", "Found",
+    "GetCatalogue", "GetChecksums", "GetDue", "GetSegments", "GetStats", "Goodbye", "Grant",
+    "Lease", "LeaseLost", "Lookup", "MooncakeAt", "Mover", "NotFinite", "Note", "OpenMooncake",
+    "OpenStream", "Pin", "PinKind", "Place", "PoolFull", "Priority", "PullRuns", "ReadLayer",
+    "Release", "Remove", "Renew", "Runs", "SegmentStats", "Segments", "Stale", "Stats",
     "StreamPort", "Tier", "Unconfirmed", "Unpin", "WriteLayer", "new_lease",
 ]
 # fmt: on

@@ -6,11 +6,13 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from kvcache_pool.api import TRANSFER_S_MAX, Blocks, Grant, Mover, Place, Priority
+from kvcache_pool.api import TRANSFER_S_MAX, Blocks, Grant, Mover, Place, Priority, Tier
 from kvcache_pool.segment import Bytes
 from kvcache_pool.transfer.copiers import Copiers, Got, together
 from kvcache_pool.transfer.copies import Span, Units
 from kvcache_pool.transfer.grain import in_bulk
+from kvcache_pool.transfer.mooncake import MooncakeEnd, MooncakeRoute
+from kvcache_pool.transfer.mooncake_engine import MooncakeSettings
 from kvcache_pool.transfer.shm import ShmRoute
 from kvcache_pool.transfer.stream import StreamRoute
 from kvcache_pool.transfer.tcp import TcpRoute
@@ -31,6 +33,8 @@ class Reach(Enum):
     TCP = "tcp"
     """A stream, and the service where none can be had."""
     SERVICE = "service"
+    MOONCAKE = "mooncake"
+    """Shared memory as AUTO, else Mooncake's Transfer Engine, and a stream where a segment is not offered so."""
 
 
 class Fetched(NamedTuple):
@@ -75,10 +79,18 @@ class Route(Protocol):
 class PoolMover:
     """A BlockMover over all segments of the pool. Owns the ways and the copying threads until `aclose`."""
 
-    def __init__(self, transport: Transport, host: str, reach: Reach = Reach.AUTO) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        host: str,
+        reach: Reach = Reach.AUTO,
+        mooncake: MooncakeSettings = MooncakeSettings(),  # noqa: B008  it is frozen
+    ) -> None:
+        """Raises ValueError where Mooncake's engine is wanted, and not installed."""
         self._transport = transport
         self._host = host
         self._reach = reach
+        self._mooncake = MooncakeEnd(mooncake) if reach is Reach.MOONCAKE else None
         self._copiers = Copiers()
         self._places: dict[SegmentId, Place] = {}
         self._routes: dict[SegmentId, Route] = {}
@@ -214,13 +226,18 @@ class PoolMover:
     def _open(self, place: Place) -> Route:
         if self._reach is Reach.SHM:
             return ShmRoute(place, self._copiers)
-        if self._reach is Reach.AUTO and place.host == self._host:
+        if self._reach in (Reach.AUTO, Reach.MOONCAKE) and place.host == self._host:
             try:
                 return ShmRoute(place, self._copiers)
             except PeerLost as error:
                 log.info("%s; trying its service", error)
         service = TcpRoute(place, self._copiers, self._transport)
-        return service if self._reach is Reach.SERVICE else StreamRoute(place, service)
+        if self._reach is Reach.SERVICE:
+            return service
+        stream = StreamRoute(place, service)
+        if self._mooncake is None or place.tier is not Tier.MEMORY:
+            return stream
+        return MooncakeRoute(place, self._mooncake, service.client, stream)
 
     async def _close_retired(self) -> None:
         while self._retired:
@@ -231,6 +248,8 @@ class PoolMover:
         self._retired.extend(self._routes.values())
         self._routes.clear()
         await self._close_retired()
+        if self._mooncake is not None:
+            self._mooncake.close()
         self._copiers.close()
 
 

@@ -18,6 +18,7 @@ from kvcache_pool.aligned import aligned
 from kvcache_pool.api import Blocks, Grant, Place, Priority
 from kvcache_pool.codec import Bytes, Codec
 from kvcache_pool.transfer.copiers import Copiers, Turns, leading, together
+from kvcache_pool.transfer.mooncake_engine import MooncakeSettings
 from kvcache_pool.transfer.mover import BlockMover, Fetched, PoolMover, Reach, leading_of, require_none
 from protocol.blocks import BlockLayout
 from protocol.errors import DangoError
@@ -39,9 +40,15 @@ INLINE_BYTES = 1 << 16
 T = TypeVar("T")
 
 
-def mover_to(transport: Transport, host: str, reach: Reach, layout: BlockLayout) -> BlockMover:
+def mover_to(
+    transport: Transport,
+    host: str,
+    reach: Reach,
+    layout: BlockLayout,
+    mooncake: MooncakeSettings = MooncakeSettings(),  # noqa: B008  it is frozen
+) -> BlockMover:
     """The mover between plain pages and a pool of this layout, compressed or not."""
-    below = PoolMover(transport, host, reach)
+    below = PoolMover(transport, host, reach, mooncake)
     return below if layout.compression == "none" else PackedMover(below, layout)
 
 

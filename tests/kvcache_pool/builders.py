@@ -18,6 +18,7 @@ from kvcache_pool.segment import SHM, Bytes, Segment
 from kvcache_pool.segment_service import SegmentService
 from kvcache_pool.service import DirectoryService
 from kvcache_pool.slots import Shares
+from kvcache_pool.transfer.mooncake_engine import MooncakeSettings
 from protocol.blocks import BlockLayout
 from protocol.ids import BlockHash, Incarnation, SegmentId
 from protocol.rpc import Client, Server
@@ -136,6 +137,7 @@ async def a_pool(
     listen: str = "tcp://127.0.0.1:0",
     layout: BlockLayout = LAYOUT,
     generation: int = 0,
+    mooncake: MooncakeSettings | None = None,
 ) -> AsyncIterator[Pool]:
     """Real services and sockets. The first segment's bytes are served at the directory's address too."""
     async with AsyncExitStack() as stack:
@@ -145,7 +147,7 @@ async def a_pool(
         for segment in segments:
             stack.callback(segment.close)
         index = Index(generation=generation)
-        directory, service = DirectoryService(index), SegmentService(segments[0], listen)
+        directory, service = DirectoryService(index), SegmentService(segments[0], listen, mooncake)
         stack.callback(service.close)
         server = Server(transport.bind(listen), {**directory.handlers(), **service.handlers()})
         client = Client(transport, server.address)
