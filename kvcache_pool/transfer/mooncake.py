@@ -36,12 +36,12 @@ from kvcache_pool.api import (
 )
 from kvcache_pool.geometry import Geometry
 from kvcache_pool.segment import Bytes
-from kvcache_pool.transfer.copiers import Copiers, Turns, hops, leading, together
+from kvcache_pool.transfer.copiers import Copiers, Got, Turns, hops, leading, together
 from kvcache_pool.transfer.copies import Span, Units, digests, run_views, same
 from kvcache_pool.transfer.mooncake_engine import Buffer, Buffers, MooncakeSettings, TransferEngine
 from kvcache_pool.transfer.stream import AGAIN_S, StreamRoute, stream_host
 from protocol.blocks import BlockLayout
-from protocol.errors import BadMessage, DeadlineExceeded, RemoteError
+from protocol.errors import BadMessage, DangoError, DeadlineExceeded, RemoteError
 from protocol.rpc import Client
 
 BUFFERS = 8
@@ -105,14 +105,21 @@ class MooncakeRoute:
 
     async def read(
         self, span: Span, grants: Sequence[Grant], units: Units, rows: Sequence[int], priority: Priority
-    ) -> int:
-        """How many leading units are good. Raises PeerLost and its like."""
+    ) -> Got:
+        """How many leading units are good. Raises PeerLost and its like if none is."""
         way = await self._found()
         if way is None:
             return await self._ordinary.read(span, grants, units, rows, priority)
         cut = hops(len(grants), span.width * self._place.layout.run_bytes)
         parts = [Hop(span, grants[part], units, rows[part]) for part in cut]
-        return leading(cut, await together([self._read(way, hop, priority) for hop in parts]))
+        got = await together([self._read(way, hop, priority) for hop in parts])
+        good = leading(cut, [one.good for one in got])
+        fault = next(
+            (one.fault for one, part in zip(got, parts, strict=True) if one.good < len(part.grants)), None
+        )
+        if fault is not None and not good:
+            raise fault
+        return Got(good, fault)
 
     async def write(
         self, span: Span, grants: Sequence[Grant], units: Units, rows: Sequence[int], priority: Priority
@@ -126,16 +133,22 @@ class MooncakeRoute:
         parts = [Hop(span, grants[part], units, rows[part]) for part in cut]
         await together([self._write(way, hop, priority) for hop in parts])
 
-    async def _read(self, way: Way, hop: "Hop", priority: Priority) -> int:
+    async def _read(self, way: Way, hop: "Hop", priority: Priority) -> Got:
         good = -1
         async with self._turns.turn(priority), way.buffers.one(priority) as buffer:
             if buffer is not None and self._way is way:
-                good = await self._verified(way, hop, buffer, priority)
+                try:
+                    good = await self._verified(way, hop, buffer, priority)
+                except DangoError as error:
+                    return Got(0, error)
         if good == len(hop.grants):
-            return good
+            return Got(good)
         if good < 0 and self._way is way:
             self._rest(f"its memory could not be read in {way.there.session}")
-        return await self._ordinary.read(hop.span, hop.grants, hop.units, hop.rows, priority)
+        try:
+            return await self._ordinary.read(hop.span, hop.grants, hop.units, hop.rows, priority)
+        except DangoError as error:
+            return Got(0, error)
 
     async def _verified(self, way: Way, hop: "Hop", buffer: Buffer, priority: Priority) -> int:
         """How many leading units are good; -1 if they could not be fetched."""
