@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from mooncake.store import MooncakeDistributedStore  # type: ignore[import-not-found]
+from mooncake.store import MooncakeDistributedStore
 
 BATCH = 64
 LARGE_OBJECTS = 8

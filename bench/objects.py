@@ -9,7 +9,7 @@ import numpy.typing as npt
 import xxhash
 
 from bench.physical import RawSocket, copy_s
-from bench.pool import HOST, Pool
+from bench.pool import HOST, MOONCAKE, Pool
 from bench.report import Row, Spread, percentile
 from kvcache_pool.aligned import aligned
 from kvcache_pool.api import Grant, Priority
@@ -68,6 +68,8 @@ class Objects:
         self.there: Bytes = aligned(*self.here.shape)
         self.there[:] = np.random.default_rng(0).integers(0, 256, self.here.shape, np.uint8)
         self.movers = {reach: PoolMover(pool.transport, HOST, reach) for reach in (Reach.SHM, Reach.TCP)}
+        if MOONCAKE is not None:
+            self.movers[Reach.MOONCAKE] = PoolMover(pool.transport, "another host", Reach.MOONCAKE)
 
     def part(self, blocks: int, number: int) -> slice:
         """Where the object of this number lies: the next one each time, around and around."""

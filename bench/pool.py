@@ -18,6 +18,7 @@ from kvcache_pool.index import Index
 from kvcache_pool.segment import Segment
 from kvcache_pool.segment_service import SegmentService
 from kvcache_pool.service import DirectoryService
+from kvcache_pool.transfer.mooncake_engine import MooncakeSettings
 from protocol.blocks import BlockLayout
 from protocol.ids import BlockHash, SegmentId
 from protocol.instance import new_incarnation
@@ -26,6 +27,8 @@ from protocol.rpc import Client, Server
 from protocol.zmq_transport import ZmqTransport
 
 LISTEN = "tcp://127.0.0.1:0"
+MOONCAKE = MooncakeSettings() if MooncakeSettings().is_here() else None
+"""Mooncake's engine, where it is installed."""
 HOST = "bench"
 LEASE_S = 600.0
 """Longer than any of these benchmarks."""
@@ -95,7 +98,7 @@ async def pool(layout: BlockLayout, slots: int) -> AsyncIterator[Pool]:
 async def _serve(layout: BlockLayout, slots: int) -> None:
     transport = ZmqTransport()
     segment = Segment(SegmentId("bench"), new_incarnation(), Geometry(layout, slots))
-    service, directory = SegmentService(segment, LISTEN), DirectoryService(Index())
+    service, directory = SegmentService(segment, LISTEN, MOONCAKE), DirectoryService(Index())
     try:
         server = Server(transport.bind(LISTEN), directory.handlers() | service.handlers())
         async with asyncio.TaskGroup() as tasks:

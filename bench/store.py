@@ -22,7 +22,7 @@ from typing import Any
 from bench.machine import machine_facts, watched
 from bench.objects import OBJECTS, SMALL, SMOLLM, Objects, Samples, Timed, objects_of
 from bench.physical import raw_socket
-from bench.pool import Pool, PoolFailed, pool
+from bench.pool import MOONCAKE, Pool, PoolFailed, pool
 from bench.report import Row, Spread, facts, percentile, table
 from bench.rivals import NoRival, mooncake, redis_server
 from kvcache_pool.transfer.mover import Reach
@@ -67,9 +67,14 @@ async def _large(runs: int, samples: Samples) -> list[Row]:
                     f"tcp get {name}": objects.get(Reach.TCP, blocks),
                     f"tcp put {name}": objects.put(Reach.TCP, blocks),
                 }
+                if MOONCAKE is not None:
+                    things |= {f"mooncake get {name}": objects.get(Reach.MOONCAKE, blocks)}
                 for _ in range(runs):
                     await samples.turns(120 // blocks, things)
                 copied, sent = f"copy {name}", f"raw {name}"
+                if MOONCAKE is not None:
+                    text = f"{name}: get, Mooncake's Transfer Engine over TCP, against a raw socket"
+                    rows.append(samples.row(text, f"mooncake get {name}", sent))
                 rows += [
                     samples.row(f"{name}: copy and one XXH3, against the copy", f"hash {name}", copied),
                     samples.row(f"{name}: put, shared memory, against memcpy", f"put {name}", copied, MEMCPY_MAX),

@@ -71,6 +71,14 @@ class MooncakeSettings:
         found: type[Any] = Found
         return found
 
+    def is_here(self) -> bool:
+        """Whether all that it needs is installed."""
+        try:
+            self.require()
+        except ValueError:
+            return False
+        return True
+
 
 class Buffer:
     """Registered memory for one hop."""
