@@ -1,4 +1,4 @@
-"""Hosts of different names: KV between them goes over Mooncake's Transfer Engine, and text is equal."""
+"""Instances of differently named hosts: KV between them goes over Mooncake's Transfer Engine, and text is equal."""
 
 from collections.abc import Iterator
 from pathlib import Path
