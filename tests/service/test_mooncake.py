@@ -1,4 +1,4 @@
-"""Instances of differently named hosts: KV between them goes over Mooncake's Transfer Engine, and text is equal."""
+"""Hosts of different names: KV between them goes over Mooncake's Transfer Engine, and text is equal."""
 
 from collections.abc import Iterator
 from pathlib import Path
