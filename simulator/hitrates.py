@@ -52,6 +52,9 @@ def _hits(
 ) -> Iterator[int]:
     """Blocks found cached, prompt by prompt."""
     slots = sum(map(len, prompts)) if capacity is None else capacity
+    if not slots:
+        yield from [0] * len(prompts)  # no segment is that small
+        return
     index = Index(Shares(eviction=eviction, watermark=watermark))
     place = Place(SEGMENT, Incarnation("1"), address="", host="", shm="", slots=slots, layout=LAYOUT)
     index.announce(place, generation=0, now=0.0)
