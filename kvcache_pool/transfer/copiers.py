@@ -4,18 +4,16 @@ import asyncio
 import contextlib
 import heapq
 import itertools
-import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvcache_pool.api import Priority
 from protocol.errors import DangoError, PeerLost
 
 COPY_THREADS = 2
-"""One keeps up with memory if it need not hash; both together do with hashing, and one lets a load begin while a
-store's hop is being copied."""
+"""The second lets a load begin while a store's hop is being copied."""
 
 HOP_BYTES = 2 << 20
 """Copied in one go, in well under a millisecond: how long what is more urgent waits, what is cancelled goes on."""
@@ -26,6 +24,10 @@ HOP_RUNS = 512
 INLINE_BYTES = 5 << 18
 """What is no longer is copied where it stands, in the event loop: to wake a thread and be woken takes 0.1 ms, and
 the copy as long."""
+
+SLICED_BYTES = 16 << 20
+"""What somebody waits for, in shared memory, and is no longer goes in the event loop too, in slices of
+INLINE_BYTES between which all others have their turn: a thread would take a fifth longer."""
 
 ORDER = {Priority.LOAD: 0, Priority.STORE: 1, Priority.WRITE_BACK: 2}
 
@@ -86,61 +88,102 @@ class Turns:
 class Copiers:
     """A few threads. Owns them until `close`.
 
-    The line is as long as the callers' hops are many. A thread that is free takes the most urgent hop at once,
-    without waiting for the event loop.
+    What is asked for at once is done by one thread, hop after hop: both would want the interpreter's lock between
+    any two copies, and be slower than one. Between two hops whatever is more urgent goes first, without a word to
+    the event loop. The line is as long as the callers are many.
     """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(COPY_THREADS, "dango-copy")
         self._closed = False
         self._numbers = itertools.count()
-        self._line: list[tuple[int, int, Future[Any], Callable[[], Any]]] = []
+        self._line: list[tuple[int, int, _Work[Any]]] = []
 
     async def run(self, priority: Priority, copy: Callable[[], T], stop: Callable[[], None] | None = None) -> T:
-        """Run one hop in a thread. Cancelled, it still waits for the thread: what it touches is the caller's.
+        """As `run_all` of one hop."""
+        return (await self.run_all(priority, [copy], stop))[0]
 
-        `stop`, if given, is called when cancelled: it makes a hop that waits for others end soon.
+    async def run_all(
+        self, priority: Priority, copies: Sequence[Callable[[], T]], stop: Callable[[], None] | None = None
+    ) -> list[T]:
+        """Run hops in a thread. Raises the first one's error that fails; no other begins then.
+
+        Cancelled, it still waits for the hop that has begun: what it touches is the caller's. `stop`, if given, is
+        called then: it makes a hop that waits for others end soon.
         """
-        return (await _all_of([self._line_up(priority, copy)], stop))[0]
-
-    async def run_all(self, priority: Priority, copies: Sequence[Callable[[], T]]) -> list[T]:
-        """Run hops beside each other, as `run` does; the event loop hears of the last of them only. When all have
-        ended, raises the first error."""
-        return await _all_of([self._line_up(priority, copy) for copy in copies], None)
-
-    def _line_up(self, priority: Priority, copy: Callable[[], T]) -> Future[T]:
-        work: Future[T] = Future()
         if self._closed:
-            raise PeerLost("the way to this segment was closed")
-        heapq.heappush(self._line, (ORDER[priority], next(self._numbers), work, copy))
+            raise _way_was_closed()
+        work = _Work(copies)
+        heapq.heappush(self._line, (ORDER[priority], next(self._numbers), work))
         self._threads.submit(self._next)
-        return work
+        over, cancelled = _over(work.done), None
+        while not over.done():
+            try:
+                await asyncio.wait([over])
+            except asyncio.CancelledError as error:
+                cancelled = error
+                if not work.cancel() and stop is not None:
+                    stop()
+        if cancelled is not None:
+            raise cancelled
+        return work.done.result()
 
     def _next(self) -> None:
-        """In a thread: do what is most urgent now. As many of these are submitted as hops are in the line."""
-        _, _, work, copy = heapq.heappop(self._line)  # one C call, under the interpreter's lock, as the push is
-        if not work.set_running_or_notify_cancel():
-            return
-        try:
-            result = copy()
-        except BaseException as error:
-            work.set_exception(error)
-        else:
-            work.set_result(result)
+        """In a thread: hops, the most urgent first, until one was the last of its transfer. There are as many of
+        these, waiting or running, as transfers."""
+        while True:
+            order, number, work = heapq.heappop(self._line)  # under the interpreter's lock, as the push
+            if not work.step():
+                return
+            heapq.heappush(self._line, (order, number, work))
+            if self._closed:
+                return
 
     def close(self) -> None:
         """End the threads; waits for the hops that run, a few milliseconds."""
         self._closed = True
         self._threads.shutdown(wait=True, cancel_futures=True)
         while self._line:
-            _, _, work, _ = heapq.heappop(self._line)
-            if work.set_running_or_notify_cancel():
-                work.set_exception(PeerLost("the way to this segment was closed"))
+            heapq.heappop(self._line)[2].fail(_way_was_closed())
 
 
-def hops(count: int, unit_bytes: int, unit_runs: int = 1) -> list[slice]:
-    """`count` units, cut into hops of at most HOP_BYTES and HOP_RUNS (or of one unit)."""
-    step = max(1, min(HOP_BYTES // unit_bytes, HOP_RUNS // unit_runs))
+class _Work(Generic[T]):
+    """The hops of one transfer, of which at most one is being done. `done` has their results in the end."""
+
+    def __init__(self, copies: Sequence[Callable[[], T]]) -> None:
+        self.done: Future[list[T]] = Future()
+        self._copies = copies
+        self._results: list[T] = []
+        self._cancelled = False
+
+    def step(self) -> bool:
+        """In a thread: do the next hop. Whether there is another one."""
+        if not self.done.running() and not self.done.set_running_or_notify_cancel():
+            return False
+        try:
+            self._results.append(self._copies[len(self._results)]())
+        except BaseException as error:
+            self.done.set_exception(error)
+            return False
+        if len(self._results) < len(self._copies) and not self._cancelled:
+            return True
+        self.done.set_result(self._results)
+        return False
+
+    def cancel(self) -> bool:
+        """No other hop begins. False while one is being done, which goes on."""
+        self._cancelled = True
+        return self.done.cancel()
+
+    def fail(self, error: DangoError) -> None:
+        """Nobody does the rest."""
+        if self.done.running() or self.done.set_running_or_notify_cancel():
+            self.done.set_exception(error)
+
+
+def hops(count: int, unit_bytes: int, unit_runs: int = 1, most: int = HOP_BYTES) -> list[slice]:
+    """`count` units, cut into hops of at most so many bytes, and HOP_RUNS (or of one unit)."""
+    step = max(1, min(most // unit_bytes, HOP_RUNS // unit_runs))
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
@@ -167,38 +210,18 @@ def leading(cut: Sequence[slice], good: Sequence[int]) -> int:
     return done
 
 
-async def _all_of(works: Sequence[Future[T]], stop: Callable[[], None] | None) -> list[T]:
-    """The results. Cancelled, hops that have begun are waited for; those that have not never begin."""
-    over = _over(works)
-    cancelled: asyncio.CancelledError | None = None
-    while not over.done():
-        try:
-            await asyncio.wait([over])
-        except asyncio.CancelledError as error:
-            cancelled = error
-            begun = [work for work in works if not work.cancel()]
-            if begun and stop is not None:
-                stop()
-    if cancelled is not None:
-        raise cancelled
-    return [work.result() for work in works]
-
-
-def _over(works: Sequence[Future[T]]) -> asyncio.Future[None]:
-    """Is done when all of them are."""
+def _over(done: Future[Any]) -> asyncio.Future[None]:
+    """Is done when the other is, whatever became of it."""
     loop = asyncio.get_running_loop()
     over: asyncio.Future[None] = loop.create_future()
-    left, lock = len(works), threading.Lock()
 
-    def count(_: Future[T]) -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            last = left == 0
-        if last:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(over.set_result, None)
+    def tell(_: Future[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(over.set_result, None)
 
-    for work in works:
-        work.add_done_callback(count)
+    done.add_done_callback(tell)
     return over
+
+
+def _way_was_closed() -> PeerLost:
+    return PeerLost("the way to this segment was closed")

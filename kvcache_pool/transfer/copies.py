@@ -76,7 +76,7 @@ class Copies:
                 np.copyto(units[to_row : to_row + end - start], slots[from_slot : from_slot + end - start])
             else:
                 np.copyto(units[to_row], slots[from_slot])
-            found += digests(grants[start:end], run_views(units, rows[start:end]))
+            found += digests(grants[start:end], units, rows[start:end])
         return same(found, self.checksums(span, grants), span.width)
 
     def put(self, span: Span, grants: Sequence[Grant], units: Units, rows: Sequence[int]) -> None:
@@ -85,13 +85,13 @@ class Copies:
         for start, end in self._stretches(span, grants, rows, units):
             mine, its_rows = grants[start:end], rows[start:end]
             self._copy_in(span, mine, units, its_rows)
-            self._note(span, mine, digests(mine, run_views(units, its_rows)))
+            self._note(span, mine, digests(mine, units, its_rows))
 
     def put_verified(self, span: Span, grants: Sequence[Grant], units: Bytes, expected: Sequence[int]) -> None:
         """As `put`, of all `units`, that came with their checksums. Raises Stale, or Corrupt if one changed on its
         way; nothing was written then."""
         rows = range(len(grants))
-        good = same(digests(grants, run_views(units, rows)), expected, span.width)
+        good = same(digests(grants, units, rows), expected, span.width)
         if good < len(grants):
             raise Corrupt(f"layers from {span.first} for slot {grants[good].slot} changed on their way")
         self.claim(grants)
@@ -149,19 +149,6 @@ def stretches(grants: Sequence[Grant], rows: Sequence[int], most: int) -> Iterat
             start = end
 
 
-def run_views(units: Units, rows: Sequence[int]) -> list[memoryview]:
-    """Every run of these rows, in order."""
-    if not rows:
-        return []
-    if not isinstance(units, np.ndarray):
-        return [view for row in rows for view in _runs(units[row])]
-    if not units.flags.c_contiguous:
-        return [run.data for row in rows for run in units[row]]
-    _, width, run_bytes = units.shape
-    flat, unit = units.data.cast("B"), width * run_bytes
-    return [flat[at : at + run_bytes] for row in rows for at in range(row * unit, (row + 1) * unit, run_bytes)]
-
-
 def unit_views(units: Units, rows: Sequence[int]) -> list[memoryview]:
     """All bytes of these rows, in order, in as few views as they lie in pieces."""
     if isinstance(units, np.ndarray) and units.flags.c_contiguous and rows:
@@ -174,6 +161,11 @@ def unit_views(units: Units, rows: Sequence[int]) -> list[memoryview]:
     return run_views(units, rows)
 
 
+def run_views(units: Units, rows: Sequence[int]) -> list[memoryview]:
+    """Every run of these rows, in order."""
+    return [run for row in rows for run in _runs(units[row])]
+
+
 def _runs(unit: Bytes) -> list[memoryview]:
     if not unit.flags.c_contiguous:
         return [run.data for run in unit]
@@ -181,16 +173,18 @@ def _runs(unit: Bytes) -> list[memoryview]:
     return [flat[at : at + run_bytes] for at in range(0, len(flat), run_bytes)]
 
 
-def digests(grants: Sequence[Grant], views: Sequence[memoryview]) -> list[int]:
-    """The checksum of each run: `views` has the same number for each grant. As `segment.checksum`."""
-    if not grants:
-        return []
-    width, hashed = len(views) // len(grants), xxhash.xxh3_64_intdigest
-    if width == 1:
-        return [hashed(view, grant[2]) for view, grant in zip(views, grants, strict=True)]
-    found: list[int] = []
-    for start, (_, _, generation) in enumerate(grants):
-        found += [hashed(view, generation) for view in views[start * width : (start + 1) * width]]
+def digests(grants: Sequence[Grant], units: Units, rows: Sequence[int]) -> list[int]:
+    """The checksum of each run of these rows, in order. As `segment.checksum`."""
+    hashed, found = xxhash.xxh3_64_intdigest, list[int]()
+    if isinstance(units, np.ndarray) and units.flags.c_contiguous and rows:
+        _, width, run_bytes = units.shape
+        flat, unit = units.data.cast("B"), width * run_bytes
+        for (_, _, generation), row in zip(grants, rows, strict=True):
+            starts = range(row * unit, (row + 1) * unit, run_bytes)
+            found += [hashed(flat[at : at + run_bytes], generation) for at in starts]  # a view for each costs most
+        return found
+    for (_, _, generation), row in zip(grants, rows, strict=True):
+        found += [hashed(run, generation) for run in _runs(units[row])]
     return found
 
 

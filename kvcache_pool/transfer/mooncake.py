@@ -37,7 +37,7 @@ from kvcache_pool.api import (
 from kvcache_pool.geometry import Geometry
 from kvcache_pool.segment import Bytes
 from kvcache_pool.transfer.copiers import Copiers, Got, Turns, hops, leading, together
-from kvcache_pool.transfer.copies import Span, Units, digests, run_views, same
+from kvcache_pool.transfer.copies import Span, Units, digests, same
 from kvcache_pool.transfer.mooncake_engine import Buffer, Buffers, MooncakeSettings, TransferEngine
 from kvcache_pool.transfer.stream import AGAIN_S, StreamRoute, stream_host
 from protocol.blocks import BlockLayout
@@ -246,13 +246,13 @@ class Hop(NamedTuple):
         packed = self._in(buffer)
         for place, row in zip(packed, self.rows, strict=True):
             np.copyto(place, self.units[row])
-        return digests(self.grants, run_views(packed, range(len(packed))))
+        return digests(self.grants, packed, range(len(packed)))
 
     def unpack(self, buffer: Buffer) -> list[int]:
         """Copy from the buffer. Returns the checksums of what lies in the units now."""
         for place, row in zip(self._in(buffer), self.rows, strict=True):
             np.copyto(self.units[row], place)
-        return digests(self.grants, run_views(self.units, self.rows))
+        return digests(self.grants, self.units, self.rows)
 
     def _in(self, buffer: Buffer) -> Bytes:
         """[units, width, run_bytes]"""

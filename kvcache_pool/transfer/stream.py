@@ -29,7 +29,7 @@ from kvcache_pool.api import (
     StreamPort,
 )
 from kvcache_pool.transfer.copiers import INLINE_BYTES, Copiers, Got, Turns, hops, leading, together
-from kvcache_pool.transfer.copies import Span, Units, digests, run_views, same, unit_views
+from kvcache_pool.transfer.copies import Span, Units, digests, same, unit_views
 from kvcache_pool.transfer.tcp import TcpRoute
 from kvcache_pool.transfer.wire import (
     ANSWER,
@@ -283,11 +283,11 @@ class Hop(NamedTuple):
             raise BadMessage("an answer is longer than it says")
         yield from receive(sock, past(first(places, size), came), flags | socket.MSG_WAITALL)
         expected = memoryview(noted).cast("Q")[: valid * self.span.width].tolist()
-        found = digests(self.grants[:valid], run_views(self.units, self.rows[:valid]))
+        found = digests(self.grants[:valid], self.units, self.rows[:valid])
         return same(found, expected, self.span.width)
 
     def _write(self, sock: socket.socket, flags: int) -> Exchange:
-        found = digests(self.grants, run_views(self.units, self.rows))
+        found = digests(self.grants, self.units, self.rows)
         head = b"".join((*self._head(), struct.pack(f"<{len(found)}Q", *found)))
         yield from send(sock, [head, *unit_views(self.units, self.rows)], flags)
         answer = bytearray(ANSWER.size)
