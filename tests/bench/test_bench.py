@@ -89,6 +89,7 @@ def test_load_is_answered(model: Path, tmp_path: Path, loop: tuple[str, str]) ->
 
 
 @pytest.mark.cluster
+@pytest.mark.long
 def test_a_live_run_is_recorded_and_simulated(model: Path, tmp_path: Path) -> None:
     recording = tmp_path / "live.json"
     rows = measured(model, tmp_path, "truth", "--span", "2", "--record", str(recording))

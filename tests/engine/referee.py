@@ -1,5 +1,6 @@
 """Hugging Face transformers as the referee of what a model says, and how to ask our engine the same."""
 
+import functools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,12 @@ def referee(folder: Path, **options: Any) -> Any:
     torch.set_num_threads(1)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, **({"dtype": torch.float32} | options))
     return model.eval()
+
+
+@functools.cache
+def referee_of_file(path: Path) -> Any:
+    """The same of a GGUF file, kept: to read the default model takes a third of a minute."""
+    return referee(path.parent, gguf_file=path.name)
 
 
 def logits_of(model: Any, tokens: Sequence[int]) -> torch.Tensor:

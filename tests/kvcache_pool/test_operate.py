@@ -96,13 +96,15 @@ async def test_pins_removal_and_clearing_say_how_many_blocks(dango: Operator, po
     assert pool.index.stats().free == 8
 
 
-@pytest.mark.parametrize("verb", VERBS)
-async def test_a_pool_that_is_not_there_is_one_sentence_and_a_failure(verb: str) -> None:
-    tokens = ["1"] if verb not in ("stats", "clear", "check") else []
-    tokens += ["--to", "kv-0"] if verb in ("copy", "move") else []
-    code, out, err = await Operator("tcp://127.0.0.1:2")(verb, *tokens, "--conductor", "tcp://127.0.0.1:1")
-    assert (code, out) == (1, "")
-    assert err == f"dango kvcache {verb}: nobody listens at tcp://127.0.0.1:1\n"
+async def test_a_pool_that_is_not_there_is_one_sentence_and_a_failure() -> None:
+    async def told(verb: str) -> tuple[int, str, str]:
+        tokens = ["1"] if verb not in ("stats", "clear", "check") else []
+        tokens += ["--to", "kv-0"] if verb in ("copy", "move") else []
+        return await Operator("tcp://127.0.0.1:2")(verb, *tokens, "--conductor", "tcp://127.0.0.1:1")
+
+    answers = await asyncio.gather(*map(told, VERBS))
+    for verb, answer in zip(VERBS, answers, strict=True):
+        assert answer == (1, "", f"dango kvcache {verb}: nobody listens at tcp://127.0.0.1:1\n")
 
 
 async def test_of_several_conductors_one_that_knows_the_directory_answers(dango: Operator, pool: Pool) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from engine.tokenizer import Tokenizer, open_tokenizer
-from tests.engine.referee import referee
+from tests.engine.referee import referee, referee_of_file
 
 TOKENS = 64
 
@@ -16,7 +16,7 @@ class Referee:
     """The reference model and its tokenizer. `path` is a folder, or a GGUF file."""
 
     def __init__(self, path: Path) -> None:
-        self.model: Any = referee(path.parent, gguf_file=path.name) if path.is_file() else referee(path)
+        self.model: Any = referee_of_file(path) if path.is_file() else referee(path)
         self.tokenizer: Tokenizer = open_tokenizer(path)
         self._said: dict[tuple[int, ...], str] = {}
 

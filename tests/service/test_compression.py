@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.fetch import default_model
 from engine.runner import TorchEngine
 from kvcache_pool.client import KVCachePool
 from kvcache_pool.codec import Codec
@@ -125,16 +124,3 @@ def test_an_instance_that_compresses_otherwise_is_refused(packing: Service, tiny
     finally:
         stranger.stop()
     assert f"compression is 'none', but this cluster has '{form}'" in stranger.said()
-
-
-@pytest.mark.model
-@pytest.mark.timeout(240)
-def test_a_real_model_goes_on_as_if_nothing_had_been_packed() -> None:
-    referee = Referee(default_model())
-    texts = ("The capital of France is", "A river is a stream of water that flows to the sea. " * 27)
-    prompts = [referee.tokenizer.encode(prompt, special=False) for prompt in texts]
-    with Service(None, "--dtype", "float32", "--kv-compression", "int8", name="smollm2", size="256MiB") as service:
-        for prompt in prompts:
-            cold, warm = (service.client.complete(prompt, TOKENS) for _ in range(2))
-            assert cached(warm) == (len(prompt) - 1) // BLOCK * BLOCK
-            assert text_of(cold) == text_of(warm) == referee.says(prompt)
