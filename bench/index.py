@@ -53,6 +53,8 @@ class Cost(NamedTuple):
     """Of one run. Times are medians of what this process took, whatever others take of the machine."""
 
     find_us: float
+    scattered_us: float
+    """As many blocks of one segment of which no two are neighbours."""
     walk_us: float
     """The names are looked up one by one in a bare dict of as many: what memory alone takes for it."""
     lease_us: float
@@ -70,6 +72,7 @@ async def run(setup: Setup) -> list[Row]:
             costs.append(process.submit(cost_of, BLOCKS, seed).result())
     return [
         Row(f"find {PREFIX} blocks of a million", "us", _spread(costs, "find_us"), limit=FIND_US_MAX),
+        Row("  where no two are neighbours", "us", _spread(costs, "scattered_us")),
         Row("  as a walk through a bare dict", "us", _spread(costs, "walk_us")),
         Row(f"lease and release {PREFIX} blocks", "us", _spread(costs, "lease_us")),
         Row("memory of the index", "bytes/block", _spread(costs, "bytes"), limit=BLOCK_BYTES_MAX),
@@ -87,12 +90,17 @@ def cost_of(blocks: int, seed: int) -> Cost:
     index = a_full_index(prompts)
     gc.collect()
     grown = _resident_bytes() - before
-    finds, walks, leases = [], [], []
-    for chain in [chain_of(dice.randrange(prompts)) for _ in range(FINDS)]:
-        began = time.process_time()
-        found = index.find(chain)
-        finds.append(time.process_time() - began)
-        assert found.reach == PREFIX
+    finds, scattered, walks, leases = list[float](), list[float](), list[float](), list[float]()
+    own = range(0, prompts, SEGMENTS)  # of the first segment
+    for taken, chains in (
+        (finds, [chain_of(dice.randrange(prompts)) for _ in range(FINDS)]),
+        (scattered, [[name_of(dice.choice(own), at) for at in range(PREFIX)] for _ in range(FINDS)]),
+    ):
+        for chain in chains:
+            began = time.process_time()
+            found = index.find(chain)
+            taken.append(time.process_time() - began)
+            assert found.reach == PREFIX
     bare = {name: prompt for prompt in range(prompts) for name in chain_of(prompt)}
     for chain in [chain_of(dice.randrange(prompts)) for _ in range(FINDS)]:
         began = time.process_time()
@@ -105,8 +113,10 @@ def cost_of(blocks: int, seed: int) -> Cost:
         index.release(lease.lease)
         leases.append(time.process_time() - began)
         assert len(lease.sources) == PREFIX
-    find_us, walk_us, lease_us = (1e6 * Spread.of(times).median for times in (finds, walks, leases))
-    return Cost(find_us, walk_us, lease_us, grown / (prompts * PREFIX))
+    find_us, scattered_us, walk_us, lease_us = (
+        1e6 * Spread.of(times).median for times in (finds, scattered, walks, leases)
+    )
+    return Cost(find_us, scattered_us, walk_us, lease_us, grown / (prompts * PREFIX))
 
 
 def a_full_index(prompts: int) -> Index:
@@ -138,7 +148,12 @@ def _note_down(index: Index, segment: SegmentId) -> None:
 
 def chain_of(prompt: int) -> list[BlockHash]:
     """The names of a prompt's blocks, made anew as they come in a message."""
-    return [BlockHash(hashlib.sha256(b"%d %d" % (prompt, block)).digest()) for block in range(PREFIX)]
+    return [name_of(prompt, block) for block in range(PREFIX)]
+
+
+def name_of(prompt: int, block: int) -> BlockHash:
+    """Any name."""
+    return BlockHash(hashlib.sha256(b"%d %d" % (prompt, block)).digest())
 
 
 def _resident_bytes() -> int:

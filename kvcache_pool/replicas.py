@@ -18,6 +18,7 @@ class Replicas:
         self._recorder = recorder
         self._names = Names()
         self._homes: dict[int, Slots] = {}
+        self._tables: dict[int, list[BlockHash | None]] = {}
         self._disks = 0
 
     def __iter__(self) -> Iterator[BlockHash]:
@@ -32,6 +33,7 @@ class Replicas:
     def join(self, slots: Slots) -> None:
         """A segment is there, and holds nothing yet."""
         self._homes[slots.number] = slots
+        self._tables[slots.number] = slots.names
         self._disks += slots.on_disk
         if slots.on_disk:
             for home in self._homes.values():
@@ -40,7 +42,7 @@ class Replicas:
 
     def leave(self, slots: Slots) -> None:
         """A segment is gone; its blocks have been removed."""
-        del self._homes[slots.number]
+        del self._homes[slots.number], self._tables[slots.number]
         self._disks -= slots.on_disk
         if not self._disks:
             for home in self._homes.values():
@@ -86,7 +88,7 @@ class Replicas:
 
     def find(self, blocks: Sequence[BlockHash]) -> Found:
         """The longest unbroken prefix, in all segments together and in each alone."""
-        reach, held = self._names.reach(blocks)
+        reach, held = self._names.reach(blocks, self._tables)
         return Found(reach, {str(self._homes[home].place.segment): count for home, count in held.items()})
 
     def choose(self, blocks: Sequence[BlockHash], near: Slots | None) -> list[Block]:
