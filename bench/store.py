@@ -16,6 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,10 @@ async def _small(runs: int, samples: Samples, peers: bool, missing: list[str]) -
         with raw_socket(objects.here.nbytes) as raw:
             things |= {"small raw": objects.raw(raw, 1), "batch raw": objects.raw(raw, BATCH)}
             await _small_turns(runs, samples, things)
+        tail = partial(samples.tail, percent=99)
         rows = [
             samples.row("64 KiB: get, TCP, against a raw socket", "small", "small raw"),
+            Row("64 KiB: p99 of it, against the raw socket's", "us", tail("small"), tail("small raw")),
             samples.row("64 x 64 KiB: get, TCP, against a raw socket", "batch", "batch raw"),
         ]
         if peers:
