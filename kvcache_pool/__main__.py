@@ -169,7 +169,12 @@ def _publisher(config: KVCacheConfig, manifest: Manifest, incarnation: Incarnati
 
 def _index(config: KVCacheConfig, publisher: Publisher | None) -> Index:
     shares = Shares(
-        config.copies_share, config.hard_pins_share, config.eviction, config.watermark, config.watermark_step
+        config.copies_share,
+        config.hard_pins_share,
+        config.eviction,
+        config.watermark,
+        config.watermark_step,
+        config.tenant_share,
     )
     recorder = publisher.events if publisher is not None else None
     return Index(shares, generation=time.time_ns(), recorder=recorder)

@@ -9,8 +9,8 @@ What is stored are blocks: the KV of `block_tokens` tokens over all layers, `[la
 head_dim]`. A block is named by its tokens and all before them, so most methods take either token ids (whose full
 blocks are meant) or names of blocks. Bytes go between the caller's memory and the pool's without a copy between.
 
-Errors, besides ValueError and TypeError for what no pool could do: PoolFull; LeaseLost; PeerLost and
-DeadlineExceeded when a process is away, after which the next call looks where it is now.
+Errors, besides ValueError and TypeError for what no pool could do: PoolFull, and of that QuotaExceeded; LeaseLost;
+WrongTenant; PeerLost and DeadlineExceeded when a process is away, after which the next call looks where it is now.
 """
 
 import socket
@@ -22,7 +22,7 @@ from functools import partial
 import numpy as np
 
 from kvcache_pool.aligned import aligned
-from kvcache_pool.api import Blocks, Note, PinKind, Priority, SegmentStats, Stats
+from kvcache_pool.api import Blocks, Note, PinKind, Priority, SegmentStats, Stats, TenantStats
 from kvcache_pool.buffers import Bytes, blocks_of
 from kvcache_pool.guide import Guide
 from kvcache_pool.leasing import Leasing
@@ -34,7 +34,7 @@ from kvcache_pool.transfer.mover import BlockMover, Reach
 from kvcache_pool.transfer.packed import mover_to
 from kvcache_pool.transfers import Progress, Transfer, Transfers
 from protocol.blocks import BlockLayout, HashRoot, block_hashes
-from protocol.ids import BLOCK_HASH_BYTES, BlockHash, SegmentId, token_ids
+from protocol.ids import BLOCK_HASH_BYTES, BlockHash, SegmentId, tenant_id, token_ids
 from protocol.zmq_transport import ZmqTransport
 
 CONDUCTOR = "tcp://127.0.0.1:8002"
@@ -60,7 +60,7 @@ class KVCachePool:
     """A client of one pool. Made by `connect`; all methods may be called at once from several tasks."""
 
     def __init__(
-        self, guide: Guide, mover: BlockMover, layout: BlockLayout, root: HashRoot | None, host: str
+        self, guide: Guide, mover: BlockMover, layout: BlockLayout, root: HashRoot | None, host: str, tenant: str
     ) -> None:
         self.layout = layout.plain
         """The shape of a block as it is put and got: never compressed."""
@@ -69,9 +69,10 @@ class KVCachePool:
         self._guide = guide
         self._root = root
         self._host = host
-        self._leasing = Leasing(mover, layout, f"client {host}")
+        self._tenant = tenant_id(tenant)
+        self._leasing = Leasing(mover, layout, f"client {host}", self._tenant)
         self._transfers = Transfers()
-        self._moving = Moving(mover, self._leasing, layout.plain, f"client {host}")
+        self._moving = Moving(mover, self._leasing, layout.plain)
 
     @staticmethod
     @asynccontextmanager
@@ -92,14 +93,15 @@ class KVCachePool:
 
         The Conductor tells how blocks look and what their names start from; `tenant` and `salt` keep the blocks of
         some tokens apart from those of others. A directory tells neither: with it comes a `root` for the names of
-        tokens' blocks, or a `layout` only, and then blocks go by names that the caller makes.
+        tokens' blocks, or a `layout` only, and then blocks go by names that the caller makes. All blocks are the
+        tenant's (with a `root`, that of the root): no other's are read, and its quota counts.
 
         `host` is this machine's name, if `dango kvcache --host` gave it another; `reach` is auto, shm, tcp or
         mooncake, whose engine `mooncake` tells how to be used.
         Leaving the `async with` waits for transfers that are open; when an error leaves it, they are cancelled.
         Raises PeerLost when nobody answers.
         """
-        _require_one_way(conductor, directory, layout, root, tenant + salt)
+        _require_one_way(conductor, directory, layout, root, salt or (tenant if layout is None else ""))
         async with AsyncExitStack() as stack:
             transport = ZmqTransport()
             stack.callback(transport.close)
@@ -113,7 +115,7 @@ class KVCachePool:
             host = host or socket.gethostname()
             mover = mover_to(transport, host, Reach(reach), shape, mooncake)
             stack.push_async_callback(mover.aclose)
-            pool = KVCachePool(guide, mover, shape, root, host)
+            pool = KVCachePool(guide, mover, shape, root, host, tenant if root is None else root.tenant)
             stack.push_async_callback(pool._leasing.settle)
             await stack.enter_async_context(pool._transfers)
             await pool._find_home()
@@ -243,6 +245,11 @@ class KVCachePool:
         async with self._guide.directory() as directory:
             return await directory.stats()
 
+    async def tenant(self) -> TenantStats:
+        """How much of the pool's memory this client's tenant has, and may have."""
+        async with self._guide.directory() as directory:
+            return await directory.tenant(self._tenant)
+
     async def segments(self) -> list[SegmentStats]:
         """Counts of blocks of each segment."""
         async with self._guide.directory() as directory:
@@ -263,18 +270,18 @@ class KVCachePool:
         hard one never. Returns how many blocks are pinned now."""
         kind = PinKind.HARD if hard else PinKind.SOFT
         async with self._guide.directory() as directory:
-            return await directory.pin(self.names(chain), kind, for_s)
+            return await directory.pin(self.names(chain), kind, for_s, self._tenant)
 
     async def unpin(self, chain: Chain) -> int:
         """These may be evicted again. Returns how many were pinned."""
         async with self._guide.directory() as directory:
-            return await directory.unpin(self.names(chain))
+            return await directory.unpin(self.names(chain), self._tenant)
 
     async def remove(self, chain: Chain) -> int:
         """Forget these blocks in all segments, pinned or not; but not those that somebody reads or writes now.
         Returns how many were forgotten. Raises Unconfirmed, as `clear` does."""
         async with self._guide.directory() as directory:
-            return await directory.remove(self.names(chain))
+            return await directory.remove(self.names(chain), self._tenant)
 
     async def clear(self) -> int:
         """Forget every block of every client that nobody reads or writes now. Returns how many. Raises Unconfirmed
@@ -323,4 +330,4 @@ def _require_one_way(
     elif (layout is None) == (root is None):
         raise ValueError("a directory does not tell what a block is: give a layout, or a root that has one")
     elif apart:
-        raise ValueError("tenant and salt are part of a root: put them there")
+        raise ValueError("tenant and salt are part of a root: put them there; names of your own have no salt")

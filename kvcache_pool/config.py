@@ -38,6 +38,10 @@ class KVCacheConfig:
     hard_pins_share: float = 0.5
     """Most of each segment's blocks that may be pinned hard, from 0 to 1: what is left serves everybody else."""
 
+    tenant_share: float = 1.0
+    """Most of the memory of all segments that may hold one tenant's blocks, above 0 to 1; 1 sets no bound. The
+    instance with the directory decides. Who names no tenant is not bound."""
+
     eviction: Literal["lru", "lfu", "length_aware", "s3_fifo"] = "lru"
     """Which cached block goes first when room is needed."""
 
@@ -80,6 +84,8 @@ class KVCacheConfig:
         for name in ("copies_share", "hard_pins_share", "watermark", "watermark_step"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must be from 0 to 1, not {getattr(self, name)}")
+        if not 0.0 < self.tenant_share <= 1.0:
+            raise ValueError(f"tenant_share must be above 0 and at most 1, not {self.tenant_share}")
         if self.watermark_step > self.watermark:
             raise ValueError(f"watermark_step must be at most watermark, not {self.watermark_step}")
         if self.events_replay and not self.events:

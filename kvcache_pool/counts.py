@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from kvcache_pool.api import SegmentStats, Stats
+from kvcache_pool.tenants import Tenants
 
 
-def stats_of(segments: Sequence[SegmentStats], leases: int, evicted: int) -> Stats:
+def stats_of(segments: Sequence[SegmentStats], leases: int, evicted: int, tenants: Tenants) -> Stats:
     """Of the pool: memory, and what is on disks apart."""
     memory = [one for one in segments if not one.on_disk]
     disks = [one for one in segments if one.on_disk]
@@ -23,6 +24,9 @@ def stats_of(segments: Sequence[SegmentStats], leases: int, evicted: int) -> Sta
         sum(one.pinned for one in segments),
         disk_total,
         disk_cached,
+        len(tenants),
+        tenants.largest,
+        tenants.refused,
     )
 
 

@@ -5,6 +5,11 @@
 
 What was used last goes first. It takes a free slot, or that of the next to be evicted elsewhere if this was used
 longer ago: what the pool loses by a drain is what it would have lost before, had it been so small.
+
+Neither the slots of such a segment nor what they hold count for quotas: the pool is as small already, and what is
+carried counts where it comes to. No drain waits for a quota. A tenant that has its quota elsewhere takes free
+slots beyond it, but no other's place: its own that was used longer ago goes, or what would be carried. What is
+pinned takes any.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,6 +36,7 @@ def require_drainable(segment: SegmentId, segments: Mapping[SegmentId, Slots]) -
 def begin(slots: Slots) -> None:
     """From now on the segment gives no slots, and its blocks leave, what was used last first."""
     slots.draining = True
+    slots.strike()
     slots.behind.clear()
     leased = [block.slot for block in slots.used() if block.name is not None and block.leases]
     for slot in [*slots.idle, *leased]:
@@ -41,6 +47,7 @@ def begin(slots: Slots) -> None:
 def end(slots: Slots) -> None:
     """It is a segment like any other again."""
     slots.draining = False
+    slots.enlist()
     slots.leaving.clear()
     slots.moved.clear()
 
@@ -51,12 +58,15 @@ def staying(segments: Iterable[Slots]) -> list[Slots]:
 
 
 def target_for(
-    block: Block, stay: Sequence[Slots], last: Slots | None, planned: Mapping[Slots, int]
+    block: Block, stay: Sequence[Slots], last: Slots | None, planned: Mapping[Slots, int], *, at_quota: bool
 ) -> Slots | None:
     """Which of these segments takes a block: a free slot in the `last` that took one, so that chains stay
     together, or where most are; else the slot of what goes next there, if that is colder or this is pinned. What
-    leaves a disk was not wanted in memory, so it takes free slots only. `planned`: hard pins on their way."""
+    leaves a disk was not wanted in memory, so it takes free slots only, and none if its tenant is `at_quota`; from
+    memory it then takes the slot of its tenant's own. `planned`: hard pins on their way."""
     kind = block.home.idle.kind(block.slot)
+    if at_quota and block.home.on_disk and kind is None:
+        return None
     if kind is PinKind.HARD:
         stay = [slots for slots in stay if slots.idle.hard_room > planned.get(slots, 0)]
     if last is not None and last in stay and last.free:
@@ -66,7 +76,9 @@ def target_for(
         return free
     if block.home.on_disk and kind is None:
         return None
-    ages = [(age, n) for n, slots in enumerate(stay) if (age := slots.next_to_go) is not None]
+    ages = [(age, n) for n, slots in enumerate(stay) if (age := slots.next_own(block.tenant)) is not None]
+    if not at_quota or (kind is not None and not ages):
+        ages = [(age, n) for n, slots in enumerate(stay) if (age := slots.next_to_go) is not None]
     coldest = min(ages, default=None)
     if coldest is None or (kind is None and not block.leases and coldest[0] >= block.home.age(block.slot)):
         return None

@@ -10,7 +10,7 @@ from protocol.blocks import BlockLayout
 from protocol.ids import BLOCK_HASH_BYTES, Incarnation, SegmentId
 
 MAGIC = b"DANGOSEG"
-FORMAT = 2
+FORMAT = 3
 """Raised when the file's layout changes; a process of another version then refuses to attach."""
 
 PAGE_BYTES = 4096
@@ -24,9 +24,9 @@ DRAINING_AT = NAME_AT + NAME_BYTES
 
 NAME = BLOCK_HASH_BYTES
 """Bytes of a block's name."""
-NOTE = np.dtype([("generation", "<u8"), ("check", "<u8"), ("name", "u1", (NAME,))])
-"""Which block a slot holds: the generation it was written with, and its name. `check` is a checksum of both:
-a note may be half written when the power fails."""
+NOTE = np.dtype([("generation", "<u8"), ("check", "<u8"), ("tenant", "<u8"), ("name", "u1", (NAME,))])
+"""Which block a slot holds: the generation it was written with, its tenant, and its name. `check` is a checksum of
+all: a note may be half written when the power fails."""
 
 
 @dataclass(frozen=True)

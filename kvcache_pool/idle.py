@@ -12,19 +12,22 @@ from collections.abc import Iterator, Sequence
 
 from kvcache_pool.api import PinKind
 from kvcache_pool.eviction import Order
+from kvcache_pool.owned import Owned
 from kvcache_pool.pins import Pins
-from protocol.ids import BlockHash
+from protocol.ids import BlockHash, TenantId
 
 
 class Idle:
     """Idle blocks by their slots. Owns the order, and the pins of all blocks of the segment, leased ones too.
 
-    Mutates: touch, demote, tuck, drop, forget, take, pin, unpin, end_pins. Every operation costs what it costs in
-    the order.
+    Mutates: touch, demote, tuck, drop, forget, take, take_own, pin, unpin, end_pins. Every operation costs what it
+    costs in the order.
     """
 
-    def __init__(self, order: Order, hard_max: int) -> None:
+    def __init__(self, order: Order, hard_max: int, owned: Owned | None = None) -> None:
+        """`owned` is kept where tenants have quotas: it has all that may be evicted."""
         self._order = order
+        self._owned = owned
         self._pins = Pins(hard_max)
         self._demoted: OrderedDict[int, None] = OrderedDict()
         self._soft: OrderedDict[int, None] = OrderedDict()  # the least recently used first
@@ -52,11 +55,6 @@ class Idle:
         return len(self._demoted) + len(self._order)
 
     @property
-    def demoted(self) -> int:
-        """How many are here no longer expected to be used."""
-        return len(self._demoted)
-
-    @property
     def next_unpinned(self) -> int | None:
         """The next to go that is not pinned."""
         return next(iter(self._demoted)) if self._demoted else self._order.first()
@@ -70,6 +68,10 @@ class Idle:
     def pinned(self) -> int:
         """Blocks of the segment that are pinned, idle or leased."""
         return len(self._pins)
+
+    def is_demoted(self, slot: int) -> bool:
+        """Whether its use is expected elsewhere."""
+        return slot in self._demoted
 
     def may_go(self, slot: int) -> bool:
         """Whether it is here and may be evicted."""
@@ -87,6 +89,8 @@ class Idle:
             self._soft.move_to_end(slot)
         else:
             self._hard.add(slot)
+        if self._owned is not None and pin is not PinKind.HARD:
+            self._owned.put(slot, pinned=pin is not None)
 
     def demote(self, slot: int) -> None:
         """It is now the next to go, if it is here and not pinned."""
@@ -94,12 +98,16 @@ class Idle:
             self._order.drop(slot)
             self._demoted[slot] = None
             self._demoted.move_to_end(slot, last=False)
+            if self._owned is not None:
+                self._owned.demote(slot)
 
-    def tuck(self, slot: int, before: int | None) -> None:
+    def tuck(self, slot: int, before: int | None, own: int | None) -> None:
         """Let a block that has just been touched go before that other one, if both are here and not pinned, and
-        the order can do so."""
+        the order can do so; and of its tenant's before its `own`."""
         if before is not None and slot in self._order and before in self._order:
             self._order.tuck(slot, before)
+        if self._owned is not None and own is not None and slot in self._order and own in self._order:
+            self._owned.tuck(slot, own)
 
     def drop(self, slot: int) -> None:
         """A lease names it now. A block that is not here is no error."""
@@ -109,6 +117,8 @@ class Idle:
         if self._soft:
             self._soft.pop(slot, None)
         self._hard.discard(slot)
+        if self._owned is not None:
+            self._owned.drop(slot)
 
     def forget(self, slot: int) -> None:
         """The slot holds another block from now on, or none; pins end."""
@@ -124,6 +134,22 @@ class Idle:
             slot = self._order.take()
         else:
             slot = next(iter(self._soft))
+        self.forget(slot)
+        return slot
+
+    def own(self, tenant: TenantId) -> int:
+        """How many of this tenant's may be evicted, where tenants have quotas."""
+        return self._owned.count(tenant) if self._owned is not None else 0
+
+    def next_own(self, tenant: TenantId) -> int | None:
+        """Of these the next to go that is not pinned."""
+        return self._owned.first_unpinned(tenant) if self._owned is not None else None
+
+    def take_own(self, tenant: TenantId) -> int:
+        """As `take`, of this tenant's alone: see Owned. Raises KeyError when it has none."""
+        if self._owned is None:
+            raise KeyError("no tenant has a quota")
+        slot = self._owned.first(tenant)
         self.forget(slot)
         return slot
 
@@ -171,3 +197,5 @@ class Idle:
         assert all(self.kind(slot) is None for slot in [*order, *self._demoted])
         assert all(self.kind(slot) is PinKind.SOFT for slot in self._soft)
         assert all(self.kind(slot) is PinKind.HARD for slot in self._hard)
+        if self._owned is not None:
+            self._owned.check(slot for slot in self if self.may_go(slot))

@@ -11,6 +11,9 @@ A hot prefix spreads: whoever reads it in a segment that lacks it may ask for sl
 has read under the same names (the end of Mooncake's Algorithm 1, FAST'25, section 6). Such a block is a *copy*
 as long as another segment has it too, and a segment gives only a share of its slots to copies, since each of
 them takes the place of a block that nobody else has. When the others are gone it is a block like any other.
+
+A tenant has at most a share of all memory, its copies included. At its quota, new blocks take the place of its own
+idle ones (`rooms.py`), so it cannot push out another's.
 """
 
 from collections import Counter
@@ -26,16 +29,18 @@ from kvcache_pool.api import (
     LeaseLost,
     PinKind,
     PoolFull,
+    QuotaExceeded,
     Stats,
+    WrongTenant,
 )
 from kvcache_pool.counts import stats_of
 from kvcache_pool.draining import LOOKS_MAX, elsewhere, pass_pin, staying, target_for
 from kvcache_pool.events import Recorder
 from kvcache_pool.leases import QUARANTINE_S, Claim, Leases
-from kvcache_pool.rooms import copies_for, rooms_for, with_copies
+from kvcache_pool.rooms import Room, copies_for, rooms_for, with_copies
 from kvcache_pool.slots import DEFAULT_SHARES, Block, Shares, Slots
 from kvcache_pool.stock import SEGMENT_SILENT_S, Stock
-from protocol.ids import BlockHash, LeaseId
+from protocol.ids import BlockHash, LeaseId, TenantId
 
 
 class Index(Stock):
@@ -55,8 +60,8 @@ class Index(Stock):
     # -- leases -------------------------------------------------------------------------------------
 
     def acquire(self, ask: Acquire, now: float) -> Lease:
-        """Lease the cached prefix and room for the rest. Raises PoolFull, or ValueError for a lease's name that is
-        taken or a block's that comes twice; then nothing has changed."""
+        """Lease the cached prefix and room for the rest. Raises PoolFull, or of that QuotaExceeded; WrongTenant;
+        ValueError for a lease's name that is taken or a block's that comes twice. Then nothing has changed."""
         self.expire(now)
         if ask.lease in self._leases:
             raise ValueError(f"there is a lease {ask.lease} already")
@@ -64,15 +69,18 @@ class Index(Stock):
             raise ValueError("a block is named twice: a prompt's names are a chain, so they all differ")
         near = self._segments.get(ask.near) if ask.near is not None else None
         sources = self._replicas.choose(ask.blocks[: ask.reuse], near)
-        count = len(ask.blocks) - len(sources) + ask.unnamed
+        if any(block.home.tenants[block.slot] != ask.tenant for block in sources):
+            self._require_tenant(ask.blocks, ask.tenant)
         if self._leases.full:
             raise PoolFull(f"{len(self._leases)} leases are out, and there may be no more")
-        rooms = rooms_for(count, self._segments, ask.near, sources)
+        rooms = self._rooms(ask, near, sources)
         for block in sources:
             block.home.idle.drop(block.slot)
             block.leases += 1
             block.home.count_reading(block.slot)
-        targets = [block for slots, share in rooms for block in self._reserve(slots, share)]
+        for room in rooms:
+            self._evict_own(room.slots, ask.tenant, room.own)
+        targets = [block for room in rooms for block in self._reserve(room.slots, room.new, ask.tenant)]
         copies = self._copies(ask, near, sources)
         blocks = [*with_copies(sources, copies), *targets]
         committable = [*targets, *copies.values()]
@@ -87,12 +95,30 @@ class Index(Stock):
             [Copy(source, block.grant) for source, block in copies.items()],
         )
 
+    def _rooms(self, ask: Acquire, near: Slots | None, sources: list[Block]) -> list[Room]:
+        """Where the new blocks go, within the pool and the tenant's quota, which disks do not count for. Raises
+        PoolFull."""
+        count = len(ask.blocks) - len(sources) + ask.unnamed
+        saved = near is not None and near.on_disk
+        over = 0 if saved else self._tenants.over(ask.tenant, count)
+        try:
+            return rooms_for(count, self._segments, ask.near, sources, ask.tenant, over)
+        except QuotaExceeded:
+            self._tenants.refused += 1
+            raise
+
     def _copies(self, ask: Acquire, near: Slots | None, sources: list[Block]) -> dict[int, Block]:
-        """Room near the asker for sources that are elsewhere; as far as it goes, in their order."""
-        if near is None:
+        """Room near the asker for sources that are elsewhere; as far as it goes, in their order. At its quota the
+        tenant gives up others of its own there for them."""
+        if near is None or not ask.copies:
             return {}
-        copied = copies_for(ask.copies, near, sources, moves=ask.moves)
-        return dict(zip(copied, self._reserve(near, len(copied), copy=not ask.moves), strict=True))
+        left = self._tenants.left(ask.tenant)
+        most = max(0, min(ask.copies, left + near.idle.own(ask.tenant)))
+        copied = copies_for(most, near, sources, moves=ask.moves)
+        if copied:
+            self._evict_own(near, ask.tenant, len(copied) - left)
+        reserved = self._reserve(near, len(copied), ask.tenant, copy=not ask.moves)
+        return dict(zip(copied, reserved, strict=True))
 
     def carry(self, ask: Carry, now: float) -> Carried:
         """Lease some blocks of a segment that is drained, what was used last first, and room for them elsewhere.
@@ -133,9 +159,14 @@ class Index(Stock):
             if elsewhere(block, self._replicas.named(block)) is not None:
                 del slots.leaving[slot]
                 slots.moved[slot] = None
-            elif (target := target_for(block, able, pairs[-1][1].home if pairs else None, planned)) is not None:
+                continue
+            last, at_quota = pairs[-1][1].home if pairs else None, self._tenants.left(block.tenant) <= 0
+            target = target_for(block, able, last, planned, at_quota=at_quota)
+            if target is not None:
                 planned[target] += slots.idle.kind(slot) is PinKind.HARD
-                pairs.append((block, self._reserve(target, 1)[0]))
+                if at_quota and not target.free and target.idle.next_own(block.tenant) is not None:
+                    self._evict_own(target, block.tenant, 1)
+                pairs.append((block, self._reserve(target, 1, block.tenant)[0]))
             elif block.leases or slots.idle.kind(slot) is not None or len(able) < len(stay):
                 slots.leaving.move_to_end(slot)
             else:
@@ -144,7 +175,8 @@ class Index(Stock):
         return pairs
 
     def commit(self, lease: LeaseId, targets: list[int], blocks: list[BlockHash], now: float) -> None:
-        """Publish written targets. Raises LeaseLost, or ValueError if these targets were never granted.
+        """Publish written targets. Raises LeaseLost, WrongTenant, or ValueError if these targets were never
+        granted; then nothing has changed.
 
         A name that its segment has already is not given twice: the later copy stays private.
         """
@@ -152,11 +184,20 @@ class Index(Stock):
         claim = self._current(lease)
         if len(targets) != len(blocks) or not all(0 <= target < len(claim.targets) for target in targets):
             raise ValueError(f"{lease} has {len(claim.targets)} targets")
+        self._require_own([claim.targets[target] for target in targets], blocks)
         for target, name in zip(reversed(targets), reversed(blocks), strict=True):
             self._publish(claim.targets[target], name)
         for source, copy in claim.copies if claim.moves else []:
             if copy.name is not None and copy.name == source.name:
                 self._move(source, copy)
+
+    def _require_own(self, targets: list[Block], blocks: list[BlockHash]) -> None:
+        """Raises WrongTenant if a target is one tenant's and its name another's."""
+        owners: dict[BlockHash, TenantId] = {}
+        for target, name in zip(targets, blocks, strict=True):
+            cached = self._replicas.tenant(name)
+            if owners.setdefault(name, target.tenant if cached is None else cached) != target.tenant:
+                raise WrongTenant(f"block {name[:8].hex()}... is another tenant's")
 
     def _move(self, source: Block, copy: Block) -> None:
         """A block is in its new place. Its pin goes with it, its age, and what it was when it was not used."""
@@ -186,8 +227,10 @@ class Index(Stock):
             if not carried:
                 source.home.idle.demote(source.slot)
                 continue
-            copy.home.idle.tuck(copy.slot, source.home.behind.get(copy.home.number))
-            source.home.behind[copy.home.number] = copy.slot
+            behind = source.home.behind.setdefault(copy.home.number, {})
+            last = next(reversed(behind.values()), None)
+            copy.home.idle.tuck(copy.slot, last, behind.pop(copy.tenant, None))
+            behind[copy.tenant] = copy.slot
 
     def expire(self, now: float) -> list[Claim]:
         """End the pins and leases whose time is over; returns the leases. What was reserved for them is
@@ -235,7 +278,7 @@ class Index(Stock):
 
     def stats(self) -> Stats:
         """Counts of blocks over all segments."""
-        return stats_of(self.segment_stats(), len(self._leases), self._evicted)
+        return stats_of(self.segment_stats(), len(self._leases), self._evicted, self._tenants)
 
     def check(self) -> None:
         """Asserts every law of this file and of the stock. O(all blocks)."""

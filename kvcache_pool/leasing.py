@@ -5,12 +5,12 @@ import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kvcache_pool.api import LEASE_S, TRANSFER_S_MAX, Acquire, Directory, Lease
+from kvcache_pool.api import LEASE_S, TRANSFER_S_MAX, Acquire, Directory, Lease, new_lease
 from kvcache_pool.transfer.mover import BlockMover
 from protocol.blocks import BlockLayout
 from protocol.cluster import Mismatch
 from protocol.errors import DangoError
-from protocol.ids import LeaseId, SegmentId
+from protocol.ids import NO_TENANT, BlockHash, LeaseId, SegmentId, TenantId
 
 BATCH_BYTES = 64 << 20
 """Moved in one go. A transfer has TRANSFER_S_MAX, which a slow network must keep; between two of them the lease is
@@ -24,17 +24,40 @@ class Leasing:
     """Gets leases, and sees to it that the mover knows where their segments are. Owns them until `settle`; the
     mover is another's."""
 
-    def __init__(self, mover: BlockMover, layout: BlockLayout, owner: str, batch_bytes: int = BATCH_BYTES) -> None:
+    def __init__(
+        self,
+        mover: BlockMover,
+        layout: BlockLayout,
+        owner: str,
+        tenant: TenantId = NO_TENANT,
+        batch_bytes: int = BATCH_BYTES,
+    ) -> None:
+        """Leases are taken under the name of `owner`, and all that they name is the tenant's."""
         self.mover = mover
-        self.owner = owner
-        """The name under which leases are taken."""
         self.near: SegmentId | None = None
         """Where new blocks should go."""
         self.reached: set[SegmentId] = set()
         """Where something was read from, so that they can be reached."""
         self._layout = layout
+        self._owner = owner
+        self._tenant = tenant
         self._batch_blocks = max(1, batch_bytes // layout.block_bytes)
         self._returns: set[asyncio.Task[None]] = set()
+
+    def ask(
+        self,
+        known: list[BlockHash],
+        unnamed: int = 0,
+        *,
+        near: SegmentId | None,
+        copies: int = 0,
+        moves: bool = False,
+    ) -> Acquire:
+        """What is to be leased: of the known ones all that are cached, and room for the others."""
+        tenant, reuse = self._tenant, len(known)
+        return Acquire(
+            new_lease(), self._owner, known, reuse, unnamed, near, copies=copies, moves=moves, tenant=tenant
+        )
 
     def batches(self, count: int) -> list[slice]:
         """So many blocks, cut into what is moved in one go."""

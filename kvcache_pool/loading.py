@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 
-from kvcache_pool.api import Acquire, Blocks, Directory, Found, LeaseLost, PoolFull, Priority, new_lease
+from kvcache_pool.api import Blocks, Directory, Found, LeaseLost, PoolFull, Priority
 from kvcache_pool.leasing import Held, Leasing
 from kvcache_pool.retrying import next_source
 from kvcache_pool.transfers import Progress
@@ -68,8 +68,7 @@ class Load:
     async def _read(self, places: list[int], near: SegmentId | None) -> bool:
         """Read these, up to the first batch with a fault; False if there was one, or nothing to read."""
         names = [self._names[place] for place in places]
-        ask = Acquire(new_lease(), self._leasing.owner, names, len(names), 0, near)
-        async with self._leasing.leased(self._directory, ask) as held:
+        async with self._leasing.leased(self._directory, self._leasing.ask(names, near=near)) as held:
             count = len(held.of.sources)
             for batch in self._leasing.batches(count):
                 await held.last()

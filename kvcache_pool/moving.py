@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvcache_pool.api import Acquire, Directory, Mover, Priority, SegmentStats, new_lease
+from kvcache_pool.api import Directory, Mover, Priority, SegmentStats
 from kvcache_pool.leasing import Held, Leasing
 from protocol.blocks import BlockLayout
 from protocol.ids import BlockHash, SegmentId
@@ -14,11 +14,10 @@ BATCH_BYTES = 64 << 20
 class Moving:
     """One client's copying between segments. The mover and the leases are another's."""
 
-    def __init__(self, mover: Mover, leasing: Leasing, layout: BlockLayout, owner: str) -> None:
+    def __init__(self, mover: Mover, leasing: Leasing, layout: BlockLayout) -> None:
         self._mover = mover
         self._leasing = leasing
         self._layout = layout
-        self._owner = owner
 
     async def to(self, directory: Directory, names: list[BlockHash], segment: SegmentId, *, moves: bool) -> int:
         """Copy the cached prefix of these to the segment, as far as there is room. What moves is forgotten
@@ -29,9 +28,7 @@ class Moving:
         reach = (await directory.lookup(names)).reach if names else 0
         if not reach:
             return 0
-        ask = Acquire(
-            new_lease(), self._owner, names[:reach], reach, 0, near=segment, copies=reach, moves=moves
-        )  # fmt: skip
+        ask = self._leasing.ask(names[:reach], near=segment, copies=reach, moves=moves)
         async with self._leasing.leased(directory, ask) as held:
             there = sum(grant.segment == segment for grant in held.of.sources)
             return there + await self._copy(directory, held, names)

@@ -8,6 +8,7 @@ and tells with the next what it noted.
 from collections import OrderedDict
 
 from kvcache_pool.api import NOTES_MAX, Grant, Note
+from protocol.ids import NO_TENANT, TenantId
 
 
 class News:
@@ -36,10 +37,10 @@ class News:
         """Whether the segment has yet to note down what this slot holds."""
         return slot in self._latest
 
-    def tell(self, grant: Grant, name: bytes) -> None:
+    def tell(self, grant: Grant, name: bytes, tenant: TenantId = NO_TENANT) -> None:
         """This use of a slot holds that block now, or (an empty name) none that should be found."""
         self._number += 1
-        self._latest[grant.slot] = (self._number, Note(grant.slot, grant.generation, name))
+        self._latest[grant.slot] = (self._number, Note(grant.slot, grant.generation, name, tenant))
         self._latest.move_to_end(grant.slot)
 
     def since(self, noted: int) -> tuple[list[Note], int]:

@@ -46,8 +46,8 @@ class Answer(NamedTuple):
 Verb = Callable[[KVCachePool, argparse.Namespace], Awaitable[Answer]]
 
 
-async def stats(pool: KVCachePool, _: argparse.Namespace) -> Answer:
-    """Blocks of the pool and of each segment."""
+async def stats(pool: KVCachePool, asked: argparse.Namespace) -> Answer:
+    """Blocks of the pool and of each segment, and of a tenant."""
     counts, segments = await pool.stats(), await pool.segments()
     mebibytes = counts.total * pool.stored.block_bytes / (1 << 20)
     held = f"{counts.leased} in use by {counts.leases} leases, {counts.copies} copies"
@@ -56,11 +56,22 @@ async def stats(pool: KVCachePool, _: argparse.Namespace) -> Answer:
         f"  {counts.free} free, {counts.cached} cached, {counts.reserved} being written",
         f"  {held}, {counts.evicted} evicted so far",
     ]
+    if counts.tenants:
+        most = f"the largest with {counts.largest_tenant} blocks, {counts.over_quota} leases refused for a quota"
+        lines.append(f"  tenants: {counts.tenants}, {most}")
     for one in segments:
         used = f"{one.free} of {one.total} free, {one.cached} cached, {one.leased} in use, {one.pinned} pinned"
         lines.append(f"{one.segment} on {one.host}: {used}{', draining' if one.draining else ''}")
-    told = [one._asdict() for one in segments]
-    return Answer({**asdict(counts), "block_bytes": pool.stored.block_bytes, "segments": told}, lines)
+    told = {"block_bytes": pool.stored.block_bytes, "segments": [one._asdict() for one in segments]}
+    if asked.tenant:
+        own = await pool.tenant()
+        lines.append(f"tenant {asked.tenant}: {own.blocks} blocks, {_bound(own.quota)}")
+        told["tenant"] = asdict(own)
+    return Answer({**asdict(counts), **told}, lines)
+
+
+def _bound(quota: int | None) -> str:
+    return "no quota" if quota is None else f"{quota} at most"
 
 
 async def lookup(pool: KVCachePool, asked: argparse.Namespace) -> Answer:
@@ -207,6 +218,8 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         seconds = f"wait at most so long until it is empty; the drain goes on in any case (default: {WAIT_S:g})"
         parser.add_argument("--wait", type=float, default=WAIT_S, metavar="SECONDS", help=seconds)
         parser.add_argument("--undo", action="store_true", help="let it be like any other again")
+    if name == "stats":
+        parser.add_argument("--tenant", default="", help="count this tenant's blocks too (default: none)")
     if name == "check":
         offline = "no pool runs: check what the files themselves say (default: what the directory says)"
         parser.add_argument("--offline", action="store_true", help=offline)

@@ -6,7 +6,7 @@ from kvcache_pool.api import Found, PinKind
 from kvcache_pool.events import CPU, DISK, Recorder
 from kvcache_pool.names import Names, home_of, slot_of
 from kvcache_pool.slots import Block, Slots
-from protocol.ids import BlockHash
+from protocol.ids import BlockHash, TenantId
 
 
 class Replicas:
@@ -86,6 +86,11 @@ class Replicas:
         """How many there are of this name."""
         return len(self._names.places(name))
 
+    def tenant(self, name: BlockHash) -> TenantId | None:
+        """Whose it is; None for a name that nobody has."""
+        places = self._names.places(name)
+        return self._block(places[0]).tenant if places else None
+
     def find(self, blocks: Sequence[BlockHash]) -> Found:
         """The longest unbroken prefix, in all segments together and in each alone."""
         reach, held = self._names.reach(blocks, self._tables)
@@ -155,6 +160,7 @@ class Replicas:
             if 0 < len(in_memory) < len(replicas):
                 assert not any(block.slot in block.home.due for block in replicas), "it is in both tiers"
             assert all(block.name == name and not block.spoiled for block in replicas)
+            assert len({block.tenant for block in replicas}) == 1, "two tenants' blocks under one name"
             count += len(replicas)
         return count
 

@@ -42,7 +42,7 @@ import xxhash
 
 from kvcache_pool.api import Corrupt, Note, Stale
 from kvcache_pool.geometry import DRAINING_AT, NAME, NAME_AT, NAME_BYTES, NOTE, SHAPE_BYTES, Geometry, name_field
-from protocol.ids import Incarnation, SegmentId
+from protocol.ids import Incarnation, SegmentId, TenantId
 
 SHM = Path("/dev/shm")
 """Where Linux keeps shared memory."""
@@ -101,24 +101,27 @@ class Memory:
 
     def note(self, note: Note) -> None:
         """The slot holds this block now, or (without a name) nothing to be found. Raises ValueError."""
-        if not 0 <= note.slot < self.geometry.slots or len(note.name) not in (0, NAME):
+        known = 0 <= note.slot < self.geometry.slots and 0 <= note.tenant < 1 << 64
+        if not known or len(note.name) not in (0, NAME):
             raise ValueError(f"no note of a segment with {self.geometry.slots} slots: {note}")
         row = self.notes[note.slot]
         row["generation"] = 0
         if note.name:
             row["name"] = np.frombuffer(note.name, np.uint8)
-            row["check"] = xxhash.xxh3_64_intdigest(note.name, note.generation)
+            row["tenant"] = note.tenant
+            row["check"] = _check(note)
             row["generation"] = note.generation
 
     def noted(self) -> list[Note]:
         """The notes that are good, the block that was written first of all first."""
         current = np.flatnonzero((self.notes["generation"] == self.generations) & (self.generations != 0))
-        notes = [
-            Note(int(slot), int(row["generation"]), row["name"].tobytes())
-            for slot, row in zip(current, self.notes[current], strict=True)
-            if int(row["check"]) == xxhash.xxh3_64_intdigest(row["name"].tobytes(), int(row["generation"]))
-        ]
-        return sorted(notes, key=lambda note: note.generation)
+        rows = self.notes[current]
+        notes = (
+            Note(int(slot), int(row["generation"]), row["name"].tobytes(), TenantId(int(row["tenant"])))
+            for slot, row in zip(current, rows, strict=True)
+        )
+        good = [note for note, row in zip(notes, rows, strict=True) if int(row["check"]) == _check(note)]
+        return sorted(good, key=lambda note: note.generation)
 
     def self_test(self) -> None:
         """Write a run and read it back; to be called before anybody has a grant. Raises Corrupt."""
@@ -238,6 +241,11 @@ class Segment:
 def checksum(run: Bytes, generation: int) -> int:
     """Of one run, under the generation that it was written with."""
     return xxhash.xxh3_64_intdigest(run.data, generation)
+
+
+def _check(note: Note) -> int:
+    """Of all that a note says."""
+    return xxhash.xxh3_64_intdigest(note.name + note.tenant.to_bytes(8, "little"), note.generation)
 
 
 def reclaim(folder: Path = SHM) -> list[Path]:

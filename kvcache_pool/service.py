@@ -33,6 +33,7 @@ from kvcache_pool.api import (
     GetDue,
     GetSegments,
     GetStats,
+    GetTenant,
     Goodbye,
     Lease,
     Lookup,
@@ -42,6 +43,7 @@ from kvcache_pool.api import (
     Renew,
     Segments,
     Stats,
+    TenantStats,
     Unconfirmed,
     Unpin,
 )
@@ -49,7 +51,7 @@ from kvcache_pool.index import Index
 from kvcache_pool.pins import PIN_S_MAX
 from kvcache_pool.publisher import Publisher
 from protocol.errors import BadMessage
-from protocol.ids import BLOCK_HASH_BYTES, Incarnation, SegmentId
+from protocol.ids import BLOCK_HASH_BYTES, Incarnation, SegmentId, TenantId
 from protocol.message import Message
 from protocol.pause import sleep_unless_paused
 from protocol.registry import Load
@@ -101,6 +103,7 @@ class DirectoryService:
                 at_once(Unpin, self._unpin),
                 handler(Remove, self._remove),
                 at_once(GetStats, self._stats),
+                at_once(GetTenant, self._tenant),
                 at_once(GetSegments, self._segments),
                 at_once(Announce, self._announce),
                 at_once(Catalogue, self._catalogue),
@@ -137,6 +140,9 @@ class DirectoryService:
             blocks_leased=stats.leased,
             blocks_pending=stats.reserved,
             evicted=stats.evicted,
+            tenants=stats.tenants,
+            largest_tenant=stats.largest_tenant,
+            over_quota=stats.over_quota,
         )
         return load if self._publisher is None else self._publisher.tell(load)
 
@@ -149,6 +155,7 @@ class DirectoryService:
     def _acquire(self, message: Acquire) -> Lease:
         _require_lease_s(message.lease_s)
         _require_names(message.lease, message.owner)
+        _require_tenants(message.tenant)
         if min(message.reuse, message.unnamed, message.copies) < 0:
             raise BadMessage("reuse, unnamed and copies count blocks: they are not negative")
         try:
@@ -176,7 +183,7 @@ class DirectoryService:
         if not 0 < message.limit <= NOTES_MAX:
             raise BadMessage(f"from 1 to {NOTES_MAX} blocks can be asked for, not {message.limit}")
         found = self._index.due(message.segment, message.limit)
-        return Due([name for name, _ in found], [grant for _, grant in found])
+        return Due(*([*column] for column in zip(*found, strict=True))) if found else Due([], [], [])
 
     def _release(self, message: Release) -> Done:
         self._index.release(message.lease, before=len(message.prefix))
@@ -250,19 +257,22 @@ class DirectoryService:
     def _pin(self, message: Pin) -> Counted:
         if not 0.0 < message.for_s <= PIN_S_MAX:
             raise BadMessage(f"a pin lasts more than 0 and at most {PIN_S_MAX} s, not {message.for_s}")
-        return Counted(self._index.pin(message.blocks, message.kind, _now() + message.for_s))
+        return Counted(self._index.pin(message.blocks, message.kind, _now() + message.for_s, message.tenant))
 
     def _unpin(self, message: Unpin) -> Counted:
-        return Counted(self._index.unpin(message.blocks))
+        return Counted(self._index.unpin(message.blocks, message.tenant))
 
     async def _remove(self, message: Remove, _: Ask) -> Counted:
-        return Counted(await self._forget(lambda: self._index.remove(message.blocks)))
+        return Counted(await self._forget(lambda: self._index.remove(message.blocks, message.tenant)))
 
     def _segments(self, _message: GetSegments) -> Segments:
         return Segments(self._index.segment_stats())
 
     def _stats(self, _message: GetStats) -> Stats:
         return self._index.stats()
+
+    def _tenant(self, message: GetTenant) -> TenantStats:
+        return self._index.tenant_stats(message.tenant)
 
     def _announce(self, message: Announce) -> Announced:
         place = message.place
@@ -286,6 +296,7 @@ class DirectoryService:
         if len(message.notes) > NOTES_MAX:
             raise BadMessage(f"a catalogue comes in parts of at most {NOTES_MAX} notes")
         _require_hashes(note.name for note in message.notes)
+        _require_tenants(*(note.tenant for note in message.notes))
         count = self._index.adopt(message.segment, message.incarnation, message.notes)
         if message.last and self._untold.get(message.segment) == message.incarnation:
             del self._untold[message.segment]
@@ -311,6 +322,11 @@ class DirectoryService:
 def _require_hashes(names: Iterable[bytes]) -> None:
     if any(len(name) != BLOCK_HASH_BYTES for name in names):
         raise BadMessage(f"a block's name has {BLOCK_HASH_BYTES} bytes")
+
+
+def _require_tenants(*tenants: TenantId) -> None:
+    if min(tenants, default=0) < 0:
+        raise BadMessage("what stands for a tenant is not negative")
 
 
 def _require_lease_s(lease_s: float) -> None:

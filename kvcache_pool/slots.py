@@ -1,6 +1,6 @@
 """The slots of one segment: which are free, and what the others hold. Pure.
 
-A pool may have millions of blocks, so what is known of each lies in tables with a row a slot, about 30 bytes. A
+A pool may have millions of blocks, so what is known of each lies in tables with a row a slot, about 40 bytes. A
 `Block` is only how one speaks of such a row.
 """
 
@@ -16,7 +16,9 @@ from kvcache_pool.eviction import EVICTIONS
 from kvcache_pool.idle import Idle
 from kvcache_pool.names import where
 from kvcache_pool.news import News
-from protocol.ids import BlockHash
+from kvcache_pool.owned import Owned
+from kvcache_pool.tenants import Tenants
+from protocol.ids import NO_TENANT, BlockHash, TenantId
 
 
 @dataclass(unsafe_hash=True, slots=True)
@@ -46,6 +48,11 @@ class Block:
     @name.setter
     def name(self, name: BlockHash | None) -> None:
         self.home.names[self.slot] = name
+
+    @property
+    def tenant(self) -> TenantId:
+        """Whose it is."""
+        return TenantId(self.home.tenants[self.slot])
 
     @property
     def leases(self) -> int:
@@ -93,6 +100,8 @@ class Shares:
     """When a greater share is in use, some is evicted before it is wanted; 1 turns that off."""
     watermark_step: float = KVCacheConfig.watermark_step
     """How far below the watermark the use then comes."""
+    tenant: float = KVCacheConfig.tenant_share
+    """At most this share of the memory of all segments may hold one tenant's blocks; 1 sets no bound."""
 
 
 DEFAULT_SHARES = Shares()
@@ -103,11 +112,12 @@ class Slots:
 
     Owns its free list and the tables of the blocks in the other slots. Always: free + used == place.slots, `idle`
     holds exactly the cached blocks that no lease names, and at most `copies_max` blocks are copies. Mutates: take,
-    adopt, give, keep; and who sets what a Block has.
+    adopt, give, keep, enlist, strike; and who sets what a Block has.
     """
 
-    def __init__(self, number: int, place: Place, heard: float, shares: Shares) -> None:
-        """`number` is unlike that of any other segment that was ever there."""
+    def __init__(self, number: int, place: Place, heard: float, shares: Shares, counted: Tenants) -> None:
+        """`number` is unlike that of any other segment that was ever there. `counted` hears what it holds while it
+        is enlisted, which at first it is not."""
         count = place.slots
         self.number = number
         self.place = place
@@ -121,7 +131,10 @@ class Slots:
         self._trimmed = int((shares.watermark - shares.watermark_step) * count)
         self.cached = 0
         """Blocks with a name."""
-        self.idle = Idle(EVICTIONS[shares.eviction](count), int(shares.hard_pins * count))
+        self.tenants = array("Q", bytes(8 * count))
+        self._counted, self._enlisted = counted, False
+        owned = Owned(self.tenants) if counted.bounded and not self.on_disk else None
+        self.idle = Idle(EVICTIONS[shares.eviction](count), int(shares.hard_pins * count), owned)
         self.names: list[BlockHash | None] = [None] * count
         self.generations = array("Q", bytes(8 * count))  # 0 is a free slot
         self.leases = array("I", bytes(4 * count))
@@ -138,8 +151,9 @@ class Slots:
         """Slots of a segment that is drained whose blocks are to be carried elsewhere, the first first."""
         self.moved: dict[int, None] = {}
         """Slots whose blocks are elsewhere by now, and are to be forgotten here."""
-        self.behind: dict[int, int] = {}
-        """Of each other segment, by its number: the slot of what was carried there last."""
+        self.behind: dict[int, dict[TenantId, int]] = {}
+        """Of each other segment, by its number: the slot of what was carried there last of each tenant's, in the
+        order of carrying."""
         self.uses = array("Q", bytes(8 * count))
         """When each slot's block was last used, as the stock counts uses."""
         self.news = News()
@@ -188,10 +202,16 @@ class Slots:
     @property
     def next_to_go(self) -> tuple[int, int] | None:
         """The age of what would be evicted next; None if nothing can go but what is pinned."""
-        if self.idle.demoted:
-            return (0, 0)
-        slot = self.idle.next_unpinned
-        return None if slot is None else self.age(slot)
+        return self._age_to_go(self.idle.next_unpinned)
+
+    def next_own(self, tenant: TenantId) -> tuple[int, int] | None:
+        """The same of this tenant's blocks alone, where tenants have quotas."""
+        return self._age_to_go(self.idle.next_own(tenant))
+
+    def _age_to_go(self, slot: int | None) -> tuple[int, int] | None:
+        if slot is None:
+            return None
+        return (0, 0) if self.idle.is_demoted(slot) else self.age(slot)
 
     def age(self, slot: int) -> tuple[int, int]:
         """What is older is less: by its last use, and of what was not used since the directory began, by its
@@ -212,12 +232,13 @@ class Slots:
         known = 0 <= grant.slot < self.place.slots and 0 < grant.generation == self.generations[grant.slot]
         return Block(self, grant.slot) if known else None
 
-    def take(self, generation: int, copy: bool) -> Block:
-        """Put a free slot to use, reserved for one lease."""
+    def take(self, generation: int, tenant: TenantId, copy: bool) -> Block:
+        """Put a free slot to use, reserved for one lease of this tenant."""
         slot = self._vacant.pop()
         while self.generations[slot]:
             slot = self._vacant.pop()
         self._free -= 1
+        self._own(slot, tenant)
         self.generations[slot] = generation
         self.leases[slot] = 1
         if copy:
@@ -232,6 +253,7 @@ class Slots:
         for slot, note in taken.items():
             self.generations[slot] = note.generation
             self.names[slot] = BlockHash(note.name)
+            self._own(slot, note.tenant)
         self.cached += len(taken)
         return [Block(self, note.slot) for note in notes if taken.get(note.slot) is note]
 
@@ -256,6 +278,7 @@ class Slots:
         self.read.discard(block.slot)
         self.spoiled.discard(block.slot)
         self.copy_slots.discard(block.slot)
+        self._disown(block.slot)
         self._free += 1
         if len(self._vacant) < 2 * self.place.slots:
             self._vacant.append(block.slot)
@@ -263,20 +286,57 @@ class Slots:
             slots = range(self.place.slots - 1, -1, -1)
             self._vacant = array("I", (slot for slot in slots if not self.generations[slot]))
 
+    def enlist(self) -> None:
+        """Its slots count for quotas from now on, and what they hold for its tenants; a disk's never do."""
+        if self._enlisted or self.on_disk:
+            return
+        self._enlisted = True
+        self._counted.resize(self.place.slots)
+        for block in self.used():
+            self._counted.add(block.tenant)
+
+    def strike(self) -> None:
+        """They count no more."""
+        if not self._enlisted:
+            return
+        self._enlisted = False
+        self._counted.resize(-self.place.slots)
+        for block in self.used():
+            self._counted.drop(block.tenant)
+
+    def _own(self, slot: int, tenant: TenantId) -> None:
+        """It is this tenant's from now on."""
+        if tenant != NO_TENANT:
+            self.tenants[slot] = tenant
+        if self._enlisted:
+            self._counted.add(tenant)
+
+    def _disown(self, slot: int) -> None:
+        """It is nobody's any more."""
+        tenant = TenantId(self.tenants[slot])
+        if tenant != NO_TENANT:
+            self.tenants[slot] = NO_TENANT
+        if self._enlisted:
+            self._counted.drop(tenant)
+
     def keep(self, block: Block) -> None:
         """No other segment has this block any more, so it is no copy."""
         self.copy_slots.discard(block.slot)
 
-    def due_blocks(self, limit: int) -> list[tuple[BlockHash, Grant]]:
-        """At most so many of those in `due`, with their names."""
-        blocks = (Block(self, slot) for slot in islice(self.due, limit))
-        return [(name, block.grant) for block in blocks if (name := block.name) is not None]
+    def due_blocks(self, limit: int) -> list[Block]:
+        """At most so many of those in `due`. They are due after all others then, so that those for which there is
+        no room are in nobody's way."""
+        slots = [*islice(self.due, limit)]
+        for slot in slots:
+            self.due[slot] = self.due.pop(slot)
+        return [Block(self, slot) for slot in slots if self.names[slot] is not None]
 
     def catalogue(self, after: int, limit: int) -> list[Note]:
         """At most so many of the cached blocks in the slots after this one, in the order of their slots."""
         slots = range(max(after, -1) + 1, self.place.slots)
         named = ((slot, name) for slot in slots if (name := self.names[slot]) is not None)
-        return [Note(slot, self.generations[slot], name) for slot, name in islice(named, limit)]
+        told = ((slot, self.generations[slot], name, self.tenants[slot]) for slot, name in islice(named, limit))
+        return [Note(slot, generation, name, TenantId(tenant)) for slot, generation, name, tenant in told]
 
     def stats(self) -> SegmentStats:
         """Counts of its blocks."""
@@ -295,6 +355,8 @@ class Slots:
         assert len(self._vacant) <= 2 * self.place.slots
         assert self.copy_slots | self.spoiled | self.read | self.due.keys() <= slots
         assert self.copies <= self.copies_max
+        assert not any(self.tenants[slot] for slot in set(self._vacant) - slots)
+        assert self._enlisted is not (self.draining or self.on_disk)
         named = {block.slot for block in used if block.name is not None}
         assert self.cached == len(named) == sum(name is not None for name in self.names)
         assert not self.draining or self.leaving.keys() | self.moved.keys() == named

@@ -5,19 +5,22 @@
                        Slots of a segment: free list, idle blocks in order of eviction, pins
 
 The laws: a slot is free, reserved or cached, never two of them. A name has at most one block in a segment,
-and it was committed. Each use of a slot has a generation of its own, greater than all before.
+and it was committed; all that have it are one tenant's. Each use of a slot has a generation of its own, greater
+than all before.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
-from kvcache_pool.api import Found, Grant, Note, PinKind, Place, SegmentStats
-from kvcache_pool.draining import LOOKS_MAX, begin, elsewhere, end, pass_pin, require_drainable
+from kvcache_pool.api import Found, Grant, Note, PinKind, Place, SegmentStats, TenantStats, WrongTenant
+from kvcache_pool.draining import LOOKS_MAX, begin, elsewhere, end, pass_pin, require_drainable, staying
 from kvcache_pool.events import Recorder
 from kvcache_pool.lives import Lives
 from kvcache_pool.replicas import Replicas, in_segment
 from kvcache_pool.slots import DEFAULT_SHARES, Block, Shares, Slots
-from protocol.ids import BlockHash, Incarnation, SegmentId
+from kvcache_pool.tenants import Tenants
+from protocol.ids import BlockHash, Incarnation, SegmentId, TenantId
 
 SEGMENT_SILENT_S = 3.0
 """Six announcements missed: the segment is given up. If it was only slow, it joins again, empty."""
@@ -46,6 +49,7 @@ class Stock:
         self._joined = 0
         self._replicas = Replicas(recorder or Recorder())
         self._lives = Lives()
+        self._tenants = Tenants(shares.tenant)
         self._evicted = 0
         self._cleared = 0  # the highest generation when all was forgotten
         self._uses = 0  # releases of leases and their like, which tell what was used before what
@@ -66,8 +70,10 @@ class Stock:
         if known is not None:
             self._drop(known)
         self._joined += 1
-        joins = self._segments[place.segment] = Slots(self._joined, place, now, self._shares)
+        joins = self._segments[place.segment] = Slots(self._joined, place, now, self._shares, self._tenants)
         joins.draining = known.draining if known is not None else draining
+        if not joins.draining:
+            joins.enlist()
         self._replicas.join(joins)
         self._generation = max(self._generation, generation) + GENERATIONS_A_JOIN
         return True
@@ -82,8 +88,8 @@ class Stock:
 
     def adopt(self, segment: SegmentId, incarnation: Incarnation, notes: Sequence[Note]) -> int:
         """A segment that has just joined holds these blocks, the first to be evicted first. Returns how many are
-        cached by this: not those whose slot has a new use already, nor a name that the segment has already, nor
-        what was cleared, of which the segment is told."""
+        cached by this: not those whose slot has a new use already, nor a name that the segment has already or
+        another tenant elsewhere, nor what was cleared, of which the segment is told."""
         slots = self._segments.get(segment)
         if slots is None or slots.place.incarnation != incarnation:
             return 0
@@ -93,7 +99,9 @@ class Stock:
                 slots.refuse(note)
                 continue
             old = 0 < note.generation <= self._generation - GENERATIONS_A_JOIN
-            if old and in_segment(slots, self._replicas.of(BlockHash(note.name))) is None:
+            replicas = self._replicas.of(BlockHash(note.name))
+            theirs = all(block.tenant == note.tenant for block in replicas)
+            if old and theirs and in_segment(slots, replicas) is None:
                 good[note.name] = note
         blocks = slots.adopt([*good.values()])
         for block in blocks:
@@ -122,6 +130,7 @@ class Stock:
     def _drop(self, slots: Slots) -> None:
         for block in slots.used():
             self._unname(block)
+        slots.strike()
         slots.left = True
         self._replicas.leave(slots)
         del self._segments[slots.place.segment]
@@ -136,19 +145,33 @@ class Stock:
         """How many segments have this block."""
         return self._replicas.count(name)
 
-    def due(self, segment: SegmentId, limit: int) -> list[tuple[BlockHash, Grant]]:
-        """Blocks of this segment that should be in the other tier too, the first first."""
-        return slots.due_blocks(limit) if (slots := self._segments.get(segment)) is not None else []
+    def due(self, segment: SegmentId, limit: int) -> list[tuple[BlockHash, Grant, TenantId]]:
+        """At most so many blocks of this segment that should be in the other tier too, the first first; of a disk,
+        no more of one tenant than its quota has room for in memory. Who asks again hears of the others first."""
+        slots, told = self._segments.get(segment), []
+        rooms: dict[TenantId, int] = {}
+        for block in slots.due_blocks(limit) if slots is not None else []:
+            name, tenant = block.name, block.tenant
+            if block.home.on_disk:
+                room = rooms.get(tenant)
+                rooms[tenant] = (self._room_of(tenant) if room is None else room) - 1
+            if name is not None and rooms.get(tenant, 0) >= 0:
+                told.append((name, block.grant, tenant))
+        return told
+
+    def _room_of(self, tenant: TenantId) -> int:
+        """How many blocks its quota lets it store in memory, if need be in place of its own."""
+        return self._tenants.left(tenant) + sum(one.idle.own(tenant) for one in staying(self._segments.values()))
 
     # -- taking slots -------------------------------------------------------------------------------
 
-    def _reserve(self, slots: Slots, count: int, *, copy: bool = False) -> list[Block]:
+    def _reserve(self, slots: Slots, count: int, tenant: TenantId, *, copy: bool = False) -> list[Block]:
         """So many slots, of which there is room for all; evicts what it must."""
         for _ in range(count - slots.free):
             self._evict(slots)
         first = self._generation + 1
         self._generation += count
-        return [slots.take(generation, copy) for generation in range(first, first + count)]
+        return [slots.take(generation, tenant, copy) for generation in range(first, first + count)]
 
     def trim(self) -> int:
         """Evict in each segment that is fuller than its watermark what is idle and not pinned, down to so much
@@ -163,6 +186,12 @@ class Stock:
         self._forget(Block(slots, slots.idle.take()))
         self._evicted += 1
 
+    def _evict_own(self, slots: Slots, tenant: TenantId, count: int) -> None:
+        """Evict so many of this tenant's, of which there are enough."""
+        for _ in range(count):
+            self._forget(Block(slots, slots.idle.take_own(tenant)))
+        self._evicted += max(count, 0)
+
     def _publish(self, block: Block, name: BlockHash) -> None:
         if block.lost or block.spoiled or block.name is not None:
             return
@@ -170,7 +199,7 @@ class Stock:
         if first is None:
             block.name = name
             block.home.cached += 1
-            block.home.news.tell(block.grant, name)
+            block.home.news.tell(block.grant, name, block.tenant)
             if block.home.draining:
                 block.home.leave_next(block.slot)
             if self._replicas.add(name, block) == 1:
@@ -214,9 +243,10 @@ class Stock:
             self._forget(block)
         return len(idle)
 
-    def remove(self, blocks: Iterable[BlockHash]) -> int:
+    def remove(self, blocks: Sequence[BlockHash], tenant: TenantId | None = None) -> int:
         """Forget these blocks in every segment but where a lease names them; their pins end in any case. Returns
-        how many of them were there and are nowhere now."""
+        how many of them were there and are nowhere now. Raises WrongTenant, and then has changed nothing."""
+        self._require_tenant(blocks, tenant)
         gone = 0
         for name in blocks:
             replicas = self._replicas.of(name)
@@ -290,19 +320,33 @@ class Stock:
 
     # -- pins ---------------------------------------------------------------------------------------
 
-    def pin(self, blocks: Iterable[BlockHash], kind: PinKind, end: float) -> int:
-        """Pin one replica of each block of a chain until then. See Replicas.pin."""
+    def pin(self, blocks: Sequence[BlockHash], kind: PinKind, end: float, tenant: TenantId | None = None) -> int:
+        """Pin one replica of each block of a chain until then. See Replicas.pin. Raises WrongTenant, and then has
+        changed nothing."""
+        self._require_tenant(blocks, tenant)
         return self._replicas.pin(blocks, kind, end)
 
-    def unpin(self, blocks: Sequence[BlockHash]) -> int:
-        """End the pins of these blocks. Returns how many had one."""
+    def unpin(self, blocks: Sequence[BlockHash], tenant: TenantId | None = None) -> int:
+        """End the pins of these blocks. Returns how many had one. Raises WrongTenant as `pin` does."""
+        self._require_tenant(blocks, tenant)
         return self._replicas.unpin(blocks)
+
+    def _require_tenant(self, blocks: Iterable[BlockHash], tenant: TenantId | None) -> None:
+        """Raises WrongTenant if one of these is cached and not this tenant's; None is everybody's."""
+        if tenant is not None:
+            for name in blocks:
+                if self._replicas.tenant(name) not in (None, tenant):
+                    raise WrongTenant(f"block {name[:8].hex()}... is another tenant's")
 
     # -- counting -----------------------------------------------------------------------------------
 
     def segment_stats(self) -> list[SegmentStats]:
         """Counts of blocks of each segment, in the order of joining."""
         return [slots.stats() for slots in self._segments.values()]
+
+    def tenant_stats(self, tenant: TenantId) -> TenantStats:
+        """How much of memory it has, and may have."""
+        return TenantStats(self._tenants.held(tenant), self._tenants.quota(tenant))
 
     def catalogue(self, segment: SegmentId, after: int, limit: int) -> list[Note]:
         """What the slots of a segment hold that come after this one, in their order."""
@@ -322,6 +366,9 @@ class Stock:
         assert self._replicas.check() == sum(slots.cached for slots in self._segments.values())
         for slots in self._segments.values():
             slots.check()
+        memory = staying(self._segments.values())
+        held = Counter(block.tenant for slots in memory for block in slots.used())
+        self._tenants.check(sum(slots.place.slots for slots in memory), held)
         generations = [block.grant.generation for block in self._used()]
         assert len(set(generations)) == len(generations)
         assert max(generations, default=0) <= self._generation

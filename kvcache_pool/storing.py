@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 
-from kvcache_pool.api import Acquire, Directory, Grant, LeaseLost, Priority, Stale, new_lease
+from kvcache_pool.api import Directory, Grant, LeaseLost, Priority, Stale
 from kvcache_pool.buffers import Bytes
 from kvcache_pool.leasing import Held, Leasing
 from kvcache_pool.retrying import next_target
@@ -36,7 +36,7 @@ async def store(
     were written. Raises PoolFull; what a segment says that fails again and again; LeaseLost."""
     for attempt in range(LEASES_TRIED):
         progress.done = len(known)
-        ask = Acquire(new_lease(), leasing.owner, known, len(known), len(fresh), leasing.near)
+        ask = leasing.ask(known, len(fresh), near=leasing.near)
         try:
             async with AsyncExitStack() as leases:
                 held = await leases.enter_async_context(leasing.leased(directory, ask))
@@ -120,7 +120,7 @@ class _Put:
         near = next_target(await self._directory.segments(), lost)
         if near is None:
             raise fault
-        ask = Acquire(new_lease(), self._leasing.owner, [], 0, len(numbers), near)
+        ask = self._leasing.ask([], len(numbers), near=near)
         held = await self._leases.enter_async_context(self._leasing.leased(self._directory, ask))
         if any(grant.segment in lost for grant in held.of.targets):
             raise fault

@@ -28,6 +28,7 @@ from kvcache_pool.api import (
     Grant,
     Lease,
     Priority,
+    QuotaExceeded,
     Stale,
     Tier,
     new_lease,
@@ -36,7 +37,7 @@ from kvcache_pool.segment import Segment
 from kvcache_pool.segment_service import SegmentService
 from kvcache_pool.transfer.copiers import Copiers, hops
 from protocol.errors import DangoError
-from protocol.ids import SegmentId
+from protocol.ids import SegmentId, TenantId
 from protocol.rpc import Server
 from protocol.tasks import together
 from protocol.transport import Transport
@@ -121,8 +122,17 @@ class Carrier:
         due = await directory.due(self._source.segment, ROUND_BLOCKS)
         if not due.blocks:
             return 0
+        carried = 0
+        for tenant, part in _by_tenant(due).items():
+            try:
+                carried += await self._carry_for(tenant, part, directory)
+            except QuotaExceeded as error:  # that of one is in no other's way
+                log.debug("nothing of a tenant is carried to %s: %s", self._target.segment, error)
+        return carried
+
+    async def _carry_for(self, tenant: TenantId, due: Due, directory: Directory) -> int:
         target = self._target.segment
-        ask = Acquire(new_lease(), target, due.blocks, reuse=0, unnamed=0, near=target)
+        ask = Acquire(new_lease(), target, due.blocks, reuse=0, unnamed=0, near=target, tenant=tenant)
         try:
             lease = await directory.acquire(ask)
             return await self._carry(directory, due, lease)
@@ -158,3 +168,14 @@ class Carrier:
                 continue
             good.append(position)
         return good
+
+
+def _by_tenant(due: Due) -> dict[TenantId, Due]:
+    """A lease is of one tenant, so is each of these."""
+    parts: dict[TenantId, Due] = {}
+    for name, grant, tenant in zip(due.blocks, due.grants, due.tenants, strict=True):
+        part = parts.setdefault(tenant, Due([], [], []))
+        part.blocks.append(name)
+        part.grants.append(grant)
+        part.tenants.append(tenant)
+    return parts

@@ -1,5 +1,6 @@
 """Names of things that cross process borders, and tokens by the thousand."""
 
+import hashlib
 import sys
 from array import array
 from collections.abc import Iterable
@@ -30,8 +31,21 @@ BLOCK_HASH_BYTES = 32
 LeaseId = NewType("LeaseId", str)
 """One time-limited claim on blocks."""
 
+TenantId = NewType("TenantId", int)
+"""Whose blocks these are: 64 bits that stand for a tenant's name, since every slot of a pool remembers them."""
+
+NO_TENANT = TenantId(0)
+"""Of those that name none."""
+
 BlockHash = NewType("BlockHash", bytes)
 """BLOCK_HASH_BYTES of SHA-256: what a block holds and what went before it."""
+
+
+def tenant_id(name: str) -> TenantId:
+    """What stands for this tenant in the pool; the same in every process. Nobody finds a name for another's."""
+    if not name:
+        return NO_TENANT
+    return TenantId(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") or 1)
 
 
 def token_ids(tokens: Iterable[int] = ()) -> Ids:

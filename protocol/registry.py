@@ -118,6 +118,12 @@ class Load(Message):
     """Tokens computed in a second of stepping, a moving mean; 0 before the first."""
     evicted: int = 0
     """Blocks evicted since the start."""
+    tenants: int = 0
+    """Tenants that have blocks in the pool's memory; of the instance with the directory, as are the next two."""
+    largest_tenant: int = 0
+    """Blocks of the one that has most."""
+    over_quota: int = 0
+    """Leases refused for their tenant's quota since the start."""
     preempted: int = 0
     """Requests preempted since the start."""
     draining: bool = False

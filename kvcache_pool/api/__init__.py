@@ -72,8 +72,10 @@ from kvcache_pool.api.errors import (
     LeaseLost,
     NotFinite,
     PoolFull,
+    QuotaExceeded,
     Stale,
     Unconfirmed,
+    WrongTenant,
 )
 from kvcache_pool.api.mover import (
     Blocks,
@@ -92,6 +94,10 @@ from kvcache_pool.api.segment import (
     StreamPort,
     WriteLayer,
 )
+from kvcache_pool.api.tenants import (
+    GetTenant,
+    TenantStats,
+)
 
 # fmt: off
 __all__ = [
@@ -99,10 +105,11 @@ __all__ = [
     "Acquire", "Announce", "Announced", "Blocks", "CannotDrain", "Carried", "Carry", "Catalogue",
     "Checksums", "Clear", "Cleared", "Commit", "Copy", "Corrupt", "Counted", "Directory",
     "DirectoryLink", "Discard", "Done", "Drain", "Due", "Existing", "Exists", "Found",
-    "GetCatalogue", "GetChecksums", "GetDue", "GetSegments", "GetStats", "Goodbye", "Grant",
-    "Lease", "LeaseLost", "Lookup", "MooncakeAt", "Mover", "NotFinite", "Note", "OpenMooncake",
-    "OpenStream", "Pin", "PinKind", "Place", "PoolFull", "Priority", "PullRuns", "ReadLayer",
-    "Release", "Remove", "Renew", "Runs", "SegmentStats", "Segments", "Stale", "Stats",
-    "StreamPort", "Tier", "Unconfirmed", "Unpin", "WriteLayer", "new_lease",
+    "GetCatalogue", "GetChecksums", "GetDue", "GetSegments", "GetStats", "GetTenant", "Goodbye",
+    "Grant", "Lease", "LeaseLost", "Lookup", "MooncakeAt", "Mover", "NotFinite", "Note",
+    "OpenMooncake", "OpenStream", "Pin", "PinKind", "Place", "PoolFull", "Priority", "PullRuns",
+    "QuotaExceeded", "ReadLayer", "Release", "Remove", "Renew", "Runs", "SegmentStats", "Segments",
+    "Stale", "Stats", "StreamPort", "TenantStats", "Tier", "Unconfirmed", "Unpin", "WriteLayer",
+    "WrongTenant", "new_lease",
 ]
 # fmt: on

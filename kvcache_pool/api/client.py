@@ -36,8 +36,9 @@ from kvcache_pool.api.directory import (
     Stats,
     Unpin,
 )
+from kvcache_pool.api.tenants import GetTenant, TenantStats
 from protocol.errors import BadMessage, PeerLost
-from protocol.ids import BlockHash, Ids, LeaseId, SegmentId, token_ids
+from protocol.ids import BlockHash, Ids, LeaseId, SegmentId, TenantId, token_ids
 from protocol.rpc import Client
 from protocol.transport import Transport
 
@@ -62,7 +63,7 @@ class Directory:
         return cached
 
     async def acquire(self, ask: Acquire) -> Lease:
-        """Lease a prefix and room for the rest. Raises PoolFull."""
+        """Lease a prefix and room for the rest. Raises PoolFull, or of that QuotaExceeded; and WrongTenant."""
         return await self._client.call(ask, Lease, within_s=DIRECTORY_S)
 
     async def commit(
@@ -73,7 +74,7 @@ class Directory:
         tokens: Ids | None = None,
         parent: BlockHash | None = None,
     ) -> None:
-        """Publish written targets, and tell their tokens if they are wanted. Raises LeaseLost."""
+        """Publish written targets, and tell their tokens if they are wanted. Raises LeaseLost, WrongTenant."""
         message = Commit(lease, slots, blocks, tokens or token_ids(), parent)
         await self._client.call(message, Done, within_s=DIRECTORY_S)
 
@@ -109,17 +110,21 @@ class Directory:
         """Forget every block that no lease names, for good; returns how many. Raises Unconfirmed."""
         return (await self._client.call(Clear(), Cleared, within_s=NOTED_S + DIRECTORY_S)).blocks
 
-    async def pin(self, blocks: list[BlockHash], kind: PinKind, for_s: float) -> int:
-        """Keep blocks for `for_s` seconds; returns how many of the unbroken prefix are pinned now."""
-        return (await self._client.call(Pin(blocks, kind, for_s), Counted, within_s=DIRECTORY_S)).blocks
+    async def pin(
+        self, blocks: list[BlockHash], kind: PinKind, for_s: float, tenant: TenantId | None = None
+    ) -> int:
+        """Keep blocks for `for_s` seconds; returns how many of the unbroken prefix are pinned now. Raises
+        WrongTenant, as do the next two, if a tenant is named and a block is another's."""
+        return (await self._client.call(Pin(blocks, kind, for_s, tenant), Counted, within_s=DIRECTORY_S)).blocks
 
-    async def unpin(self, blocks: list[BlockHash]) -> int:
+    async def unpin(self, blocks: list[BlockHash], tenant: TenantId | None = None) -> int:
         """End pins; returns how many blocks had been pinned."""
-        return (await self._client.call(Unpin(blocks), Counted, within_s=DIRECTORY_S)).blocks
+        return (await self._client.call(Unpin(blocks, tenant), Counted, within_s=DIRECTORY_S)).blocks
 
-    async def remove(self, blocks: list[BlockHash]) -> int:
+    async def remove(self, blocks: list[BlockHash], tenant: TenantId | None = None) -> int:
         """Forget these blocks for good, but for those that a lease names; how many. Raises Unconfirmed."""
-        return (await self._client.call(Remove(blocks), Counted, within_s=NOTED_S + DIRECTORY_S)).blocks
+        asked = Remove(blocks, tenant)
+        return (await self._client.call(asked, Counted, within_s=NOTED_S + DIRECTORY_S)).blocks
 
     async def segments(self) -> list[SegmentStats]:
         """Counts of blocks of each segment, in the order of joining."""
@@ -128,6 +133,10 @@ class Directory:
     async def stats(self) -> Stats:
         """Counts of blocks."""
         return await self._client.call(GetStats(), Stats, within_s=DIRECTORY_S)
+
+    async def tenant(self, tenant: TenantId) -> TenantStats:
+        """How much one tenant has, and may have."""
+        return await self._client.call(GetTenant(tenant), TenantStats, within_s=DIRECTORY_S)
 
 
 class DirectoryLink:

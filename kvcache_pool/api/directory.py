@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvcache_pool.api.deadlines import LEASE_S
 from protocol.blocks import BlockLayout
-from protocol.ids import BlockHash, Ids, Incarnation, LeaseId, SegmentId, token_ids
+from protocol.ids import NO_TENANT, BlockHash, Ids, Incarnation, LeaseId, SegmentId, TenantId, token_ids
 from protocol.message import Message
 
 
@@ -57,6 +57,8 @@ class Note(NamedTuple):
     generation: int
     name: bytes
     """Of the block; empty when the slot holds none that should be found."""
+    tenant: TenantId = NO_TENANT
+    """Whose it is."""
 
 
 class Announced(Message):
@@ -139,7 +141,7 @@ class Grant(NamedTuple):
 
 
 class Acquire(Message):
-    """Lease the cached prefix of a prompt, and room for the rest. Answered by Lease; or PoolFull.
+    """Lease the cached prefix of a prompt, and room for the rest. Answered by Lease; or PoolFull, QuotaExceeded.
 
     All or nothing; a second ask under the name of a living lease is refused. `blocks` names the prompt's
     full blocks in order. At most the first `reuse` are taken from the cache (fewer if some went since the
@@ -162,6 +164,8 @@ class Acquire(Message):
     moves: bool = False
     """Those copies take the place of what they are made of, with their pins: so they count against no budget, and
     what a disk has may be among them. The sources are forgotten when nobody reads them."""
+    tenant: TenantId = NO_TENANT
+    """Whose the blocks are: another's are WrongTenant, and what is stored counts against this one's quota."""
 
 
 def new_lease() -> LeaseId:
@@ -191,7 +195,7 @@ class Lease(Message):
 
 
 class Commit(Message):
-    """Targets are written: publish them under their names. Answered by Done; or LeaseLost.
+    """Targets are written: publish them under their names. Answered by Done; or LeaseLost, WrongTenant.
 
     `slots[i]` gets `blocks[i]`: an index into `targets`, and then `copies`. Committing twice changes nothing.
     """
@@ -227,6 +231,8 @@ class Due(Message):
 
     blocks: list[BlockHash]
     grants: list[Grant]
+    tenants: list[TenantId]
+    """Whose they are. Of a disk's, no more of one than its quota has room for in memory now."""
 
 
 class Drain(Message):
@@ -299,12 +305,15 @@ class Pin(Message):
     blocks: list[BlockHash]
     kind: PinKind
     for_s: float
+    tenant: TenantId | None = None
+    """Whose they must be, or nothing is done (WrongTenant); None, of operators: whoever's they are. So below."""
 
 
 class Unpin(Message):
     """These blocks are evicted as all others again. Answered by Counted: how many had been pinned."""
 
     blocks: list[BlockHash]
+    tenant: TenantId | None = None
 
 
 class Remove(Message):
@@ -312,6 +321,7 @@ class Remove(Message):
     when the segments have noted it; or Unconfirmed."""
 
     blocks: list[BlockHash]
+    tenant: TenantId | None = None
 
 
 class Counted(Message):
@@ -370,6 +380,12 @@ class Stats(Message):
     disk_total: int = 0
     """Of the disk tiers, which the counts above leave out."""
     disk_cached: int = 0
+    tenants: int = 0
+    """That have blocks in memory; those that name no tenant are none."""
+    largest_tenant: int = 0
+    """Blocks in memory of the tenant that has most."""
+    over_quota: int = 0
+    """Times that a lease was refused for its tenant's quota, since the start."""
 
 
 class Done(Message):

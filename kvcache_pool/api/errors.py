@@ -9,6 +9,19 @@ class PoolFull(RemoteError):
     kind = "pool_full"
 
 
+class QuotaExceeded(PoolFull):
+    """The tenant may have no more of the pool, and too few of its own blocks can go: leases or hard pins hold the
+    others. Room that other tenants give back does not help."""
+
+    kind = "quota_exceeded"
+
+
+class WrongTenant(RemoteError):
+    """A block is another tenant's: it was neither read, named, pinned nor removed."""
+
+    kind = "wrong_tenant"
+
+
 class LeaseLost(RemoteError):
     """The lease ended (released, expired, or its owner was given up); its blocks may be somebody else's."""
 

@@ -17,10 +17,10 @@ from kvcache_pool.index import Index
 from kvcache_pool.segment import SHM, Bytes, Segment
 from kvcache_pool.segment_service import SegmentService
 from kvcache_pool.service import DirectoryService
-from kvcache_pool.slots import Shares
+from kvcache_pool.slots import DEFAULT_SHARES, Shares
 from kvcache_pool.transfer.mooncake_engine import MooncakeSettings
 from protocol.blocks import BlockLayout
-from protocol.ids import BlockHash, Incarnation, SegmentId
+from protocol.ids import NO_TENANT, BlockHash, Incarnation, SegmentId, TenantId
 from protocol.rpc import Client, Server
 from protocol.zmq_transport import ZmqTransport
 
@@ -59,11 +59,12 @@ def an_index(
     eviction: str = "lru",
     watermark: float = 1.0,
     watermark_step: float = 0.05,
+    tenant_share: float = 1.0,
     recorder: Recorder | None = None,
     **slots: int,
 ) -> Index:
     """With these segments."""
-    shares = Shares(copies_share, hard_pins_share, eviction, watermark, watermark_step)
+    shares = Shares(copies_share, hard_pins_share, eviction, watermark, watermark_step, tenant_share)
     index = Index(shares, recorder=recorder)
     for segment, count in (slots or {"kv": 4}).items():
         index.announce(a_place(segment, count), 0, 0.0)
@@ -79,25 +80,35 @@ def an_ask(
     reuse: int = 10**6,
     copies: int = 0,
     moves: bool = False,
+    tenant: TenantId = NO_TENANT,
 ) -> Acquire:
     home = None if near is None else SegmentId(near)
-    return Acquire(new_lease(), "request", blocks, reuse, unnamed, home, lease_s, copies, moves)
+    return Acquire(new_lease(), "request", blocks, reuse, unnamed, home, lease_s, copies, moves, tenant)
 
 
-def cache(index: Index, *numbers: int, now: float = 0.0, near: str | None = None) -> Lease:
+def cache(
+    index: Index, *numbers: int, now: float = 0.0, near: str | None = None, tenant: TenantId = NO_TENANT
+) -> Lease:
     """As a request does: lease, write, commit, release. Returns the lease that was."""
     blocks = names(*numbers)
-    lease = index.acquire(an_ask(blocks, near=near), now)
+    lease = index.acquire(an_ask(blocks, near=near, tenant=tenant), now)
     done = len(lease.sources)
     index.commit(lease.lease, list(range(len(lease.targets))), blocks[done:], now)
     index.release(lease.lease)
     return lease
 
 
-def copy(index: Index, *numbers: int, near: str, copies: int = 10**6, now: float = 0.0) -> Lease:
+def copy(
+    index: Index,
+    *numbers: int,
+    near: str,
+    copies: int = 10**6,
+    now: float = 0.0,
+    tenant: TenantId = NO_TENANT,
+) -> Lease:
     """As a request does that finds its blocks, and copies to `near` what it lacks. Returns the lease that was."""
     blocks = names(*numbers)
-    lease = index.acquire(an_ask(blocks, near=near, copies=copies), now)
+    lease = index.acquire(an_ask(blocks, near=near, copies=copies, tenant=tenant), now)
     slots = range(len(lease.targets), len(lease.targets) + len(lease.copies))
     index.commit(lease.lease, list(slots), [blocks[one.source] for one in lease.copies], now)
     index.release(lease.lease)
@@ -138,6 +149,7 @@ async def a_pool(
     layout: BlockLayout = LAYOUT,
     generation: int = 0,
     mooncake: MooncakeSettings | None = None,
+    shares: Shares = DEFAULT_SHARES,
 ) -> AsyncIterator[Pool]:
     """Real services and sockets. The first segment's bytes are served at the directory's address too."""
     async with AsyncExitStack() as stack:
@@ -146,7 +158,7 @@ async def a_pool(
         segments = [a_segment(count, f"kv-{number}", folder, layout) for number, count in enumerate(slots or (8,))]
         for segment in segments:
             stack.callback(segment.close)
-        index = Index(generation=generation)
+        index = Index(shares, generation=generation)
         directory, service = DirectoryService(index), SegmentService(segments[0], listen, mooncake)
         stack.callback(service.close)
         server = Server(transport.bind(listen), {**directory.handlers(), **service.handlers()})

@@ -387,7 +387,7 @@ def test_a_disk_is_drained_into_free_memory_and_evicts_nothing() -> None:
     index.announce(Place(disk, Incarnation("d"), "", HOST, "", 8, LAYOUT, Tier.DISK), 0, 0.0)
     for number in (1, 2, 3, 4, 5, 6):
         cache(index, number, near="a")
-        due = [name for name, _ in index.due(A, 9)]
+        due = [name for name, *_ in index.due(A, 9)]
         lease = index.acquire(an_ask(due, near="a.disk", reuse=0), 0.0)
         index.commit(lease.lease, [*range(len(due))], due, 0.0)
         index.release(lease.lease)

@@ -15,7 +15,7 @@ from kvcache_pool.api import Corrupt, Note, Stale
 from kvcache_pool.geometry import PAGE_BYTES, Geometry
 from kvcache_pool.segment import Memory, Segment, checksum, reclaim, segment_files
 from protocol.blocks import BlockLayout
-from protocol.ids import Incarnation, SegmentId
+from protocol.ids import Incarnation, SegmentId, TenantId
 from tests.kvcache_pool.builders import LAYOUT, a_segment, names, random_runs
 
 
@@ -246,7 +246,7 @@ def test_a_name_that_is_taken_is_an_error(segment: Segment, tmp_path: Path) -> N
         Segment(SegmentId(segment.segment), segment.incarnation, segment.memory.geometry, tmp_path)
 
 
-NOTED = [Note(0, 7, names(1)[0]), Note(2, 9, names(2)[0])]
+NOTED = [Note(0, 7, names(1)[0]), Note(2, 9, names(2)[0], TenantId((1 << 64) - 1))]
 
 
 def a_killed_owner(folder: Path, incarnation: str = "first", *, keep: bool = False, slots: int = 4) -> Path:
@@ -339,7 +339,7 @@ def test_what_is_kept_outlives_a_good_end(tmp_path: Path) -> None:
     again.close()
 
 
-@pytest.mark.parametrize("field", ["name", "generation", "check"])
+@pytest.mark.parametrize("field", ["name", "generation", "check", "tenant"])
 def test_a_note_that_was_half_written_is_none(segment: Segment, field: str) -> None:
     segment.memory.put(0, 1, 3, random_runs(1)[0])
     segment.note(Note(1, 3, names(5)[0]))
@@ -355,7 +355,16 @@ def test_a_note_goes_with_its_block(segment: Segment) -> None:
     assert segment.noted() == []
 
 
-@pytest.mark.parametrize("note", [Note(4, 1, names(1)[0]), Note(-1, 1, names(1)[0]), Note(0, 1, b"short")])
+@pytest.mark.parametrize(
+    "note",
+    [
+        Note(4, 1, names(1)[0]),
+        Note(-1, 1, names(1)[0]),
+        Note(0, 1, b"short"),
+        Note(0, 1, names(1)[0], TenantId(-1)),
+        Note(0, 1, names(1)[0], TenantId(1 << 64)),
+    ],
+)
 def test_a_note_of_no_slot_or_no_name_is_refused(segment: Segment, note: Note) -> None:
     with pytest.raises(ValueError, match="no note of a segment with 4 slots"):
         segment.note(note)

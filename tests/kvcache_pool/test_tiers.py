@@ -37,7 +37,7 @@ def an_index(memory: int = 4, disk: int = 8) -> Index:
 
 def save(index: Index, limit: int = 100) -> list[int]:
     """As Carrier does. Returns the numbers of what was saved."""
-    unsaved = [name for name, _ in index.due(KV, limit)]
+    unsaved = [name for name, *_ in index.due(KV, limit)]
     if unsaved:
         lease = index.acquire(an_ask(unsaved, near=DISK, reuse=0), 0.0)
         index.commit(lease.lease, [*range(len(unsaved))], unsaved, 0.0)
@@ -100,7 +100,7 @@ def test_a_block_on_disk_is_due_for_memory_at_its_second_use() -> None:
     read(index, 1, 2)
     assert index.due(DISK, 9) == []
     read(index, 1)
-    assert [name for name, _ in index.due(DISK, 9)] == names(1)
+    assert [name for name, *_ in index.due(DISK, 9)] == names(1)
     lease = index.acquire(an_ask(names(1), near="kv", reuse=0), 0.0)
     index.commit(lease.lease, [0], names(1), 0.0)
     index.release(lease.lease)

@@ -372,7 +372,7 @@ def count(client: KVCachePool, blocks: int) -> Counting:
     leasing = client._leasing
     counting = Counting(leasing.mover)
     size = blocks * client.layout.block_bytes
-    client._leasing = Leasing(counting, client.layout, leasing.owner, size)  # type: ignore[arg-type]
+    client._leasing = Leasing(counting, client.layout, "client", batch_bytes=size)  # type: ignore[arg-type]
     client._leasing.near = leasing.near
     client._leasing._returns = leasing._returns
     return counting
