@@ -73,8 +73,8 @@ class Refusal:
     """The Conductor decided not to serve this now. A value, not a fault."""
 
     reason: str
-    """One of a fixed list: `no_prefill`, `no_decode`, `no_kvcache`, `pool_full`, `queue_full`, `draining`; and, by
-    prediction, `ttft` and `tbt`: the limit that would not hold."""
+    """One of a fixed list: `no_prefill`, `no_decode`, `no_kvcache`, `pool_full`, `quota`, `queue_full`,
+    `draining`; and, by prediction, `ttft` and `tbt`: the limit that would not hold."""
     text: str
     """A sentence for the client."""
     retry_after_s: float

@@ -15,7 +15,7 @@ from dataclasses import replace
 from conductor.admission import Admission
 from conductor.admitted import Admitted
 from conductor.ask import Ask, Failed, Readiness, Refusal, Refused, Reply
-from conductor.job import Choice, Job, Placed, decode_message, prefill_message, wanted_of
+from conductor.job import Choice, Job, Placed, acquire_message, decode_message, prefill_message, wanted_of
 from conductor.lease import Countdown, HeldLease, Room
 from conductor.metrics import Metrics
 from conductor.peers import Peers
@@ -25,7 +25,7 @@ from conductor.view import Instance, View
 from decode_pool.api import DecodeBusy, Ended, Joined, Tokens
 from engine.api import Sampled
 from engine.ending import end_of
-from kvcache_pool.api import Acquire, DirectoryLink, Found, LeaseLost, PoolFull, new_lease
+from kvcache_pool.api import DirectoryLink, Found, LeaseLost, PoolFull, QuotaExceeded
 from prefill_pool.api import PrefillBusy, Prefilled, PrefixLost, StoreLost
 from protocol.blocks import block_hashes
 from protocol.errors import Abandoned, BadMessage, Broken, DangoError, DeadlineExceeded, PeerLost
@@ -114,7 +114,8 @@ class Dispatcher:
                     with self._abortable(timeout):
                         await self._serve(job, choices)
             except BUSY as error:
-                refusal = Refusal("pool_full", str(error), RETRY_BUSY_S, 429)
+                reason = "quota" if isinstance(error, QuotaExceeded) else "pool_full"
+                refusal = Refusal(reason, str(error), RETRY_BUSY_S, 429)
                 raise _refused(refusal, choices) from error
             except Refused as error:
                 raise _refused(error.refusal, choices) from error
@@ -160,7 +161,9 @@ class Dispatcher:
             self._metrics.placed()
             if admitted.rest is not None:
                 blocks = blocks[: admitted.rest.reuse]
-            held = HeldLease(self._directory, self._room, self._acquire(job, admitted, tokens, blocks))
+            tail = 1 if len(tokens) % self._view.manifest.layout.block_tokens else 0
+            asked = acquire_message(job, admitted, blocks, tail, self._view.blocks_total)
+            held = HeldLease(self._directory, self._room, asked)
             async with held as lease:
                 placed = Placed(admitted, held, lease, tokens, blocks)
                 firsts = zip(choices, await self._firsts(job, choices, placed), strict=True)
@@ -174,16 +177,6 @@ class Dispatcher:
             with contextlib.suppress(DangoError):
                 return await self._directory.get().lookup(blocks)
         return None
-
-    def _acquire(self, job: Job, admitted: Admitted, tokens: Ids, blocks: list[BlockHash]) -> Acquire:
-        """What to lease. Raises PoolFull when that is more than the whole pool has."""
-        plan, rest = admitted.plan, admitted.rest
-        if rest is not None:
-            return Acquire(new_lease(), job.request, blocks, rest.reuse, 0, rest.near)
-        tail = 1 if len(tokens) % self._view.manifest.layout.block_tokens else 0
-        if len(blocks) + tail > self._view.blocks_total:
-            raise PoolFull(f"{len(blocks) + tail} blocks wanted, the pool has {self._view.blocks_total}")
-        return Acquire(new_lease(), job.request, blocks, plan.reuse, tail, plan.near, copies=plan.reuse)
 
     async def _firsts(self, job: Job, choices: list[Choice], placed: Placed) -> Sequence[Sampled | None]:
         """The first token of each choice; None if its decode instance will draw it, which computes the rest."""

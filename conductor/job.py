@@ -9,9 +9,9 @@ from conductor.lease import HeldLease
 from conductor.place import Prompt
 from decode_pool.api import Decode, Joined
 from engine.api import Sampling
-from kvcache_pool.api import Lease
+from kvcache_pool.api import Acquire, Lease, PoolFull, new_lease
 from prefill_pool.api import Prefill
-from protocol.ids import BlockHash, Ids, Incarnation, RequestId, token_ids
+from protocol.ids import BlockHash, Ids, Incarnation, RequestId, tenant_id, token_ids
 
 
 @dataclass
@@ -93,6 +93,20 @@ def wanted_of(job: Job, choices: list[Choice], tokens: int, block_tokens: int) -
         ends_at=job.ends_at,
         told=job.told,
     )
+
+
+def acquire_message(
+    job: Job, admitted: Admitted, blocks: list[BlockHash], tail: int, blocks_total: float
+) -> Acquire:
+    """What to lease, all of it the tenant's; `tail` is 1 if the last token is in no full block. Raises PoolFull
+    when that is more than the pool's `blocks_total`."""
+    plan, rest, tenant = admitted.plan, admitted.rest, tenant_id(job.ask.tenant)
+    if rest is not None:
+        return Acquire(new_lease(), job.request, blocks, rest.reuse, 0, rest.near, tenant=tenant)
+    if len(blocks) + tail > blocks_total:
+        raise PoolFull(f"{len(blocks) + tail} blocks wanted, the pool has {blocks_total}")
+    ask = (blocks, plan.reuse, tail, plan.near)
+    return Acquire(new_lease(), job.request, *ask, copies=plan.reuse, tenant=tenant)
 
 
 def prefill_message(job: Job, choices: list[Choice], placed: Placed, directory: str) -> Prefill:

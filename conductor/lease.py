@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
+from dataclasses import dataclass, field
 from types import TracebackType
 
-from kvcache_pool.api import LEASE_S, Acquire, DirectoryLink, Lease, PoolFull
+from kvcache_pool.api import LEASE_S, Acquire, DirectoryLink, Lease, PoolFull, QuotaExceeded
 from protocol.errors import DangoError, RemoteError
+from protocol.ids import TenantId
 
 RENEW_EVERY_S = LEASE_S / 3
 """Two renewals may fail before the lease ends."""
@@ -13,34 +15,79 @@ RENEW_EVERY_S = LEASE_S / 3
 log = logging.getLogger("dango.dispatch")
 
 
+@dataclass
+class Line:
+    """Who waits for room, first come, first served; and what may make some."""
+
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    given_back: asyncio.Event = field(default_factory=asyncio.Event)
+    held: int = 0
+    """Leases that are out."""
+    requests: int = 0
+    """That hold a lease or want one."""
+
+
 class Room:
-    """The line in front of a full pool. Requests get their leases in order of arrival, so a long prompt
-    that waits for much room is not overtaken for ever by short ones. As long as the requests in flight."""
+    """The lines in front of a full pool. A tenant's requests get their leases in order of arrival, so a long
+    prompt that waits for much room is not overtaken for ever by short ones. The first of each tenant stand in one
+    line for the pool; who finds his tenant at its quota waits beside it, in nobody's way. As long as the requests
+    in flight."""
 
     def __init__(self) -> None:
-        self._turn = asyncio.Lock()  # first in, first out
-        self._given_back = asyncio.Event()
-        self._held = 0
+        self._pool = Line()
+        self._tenants: dict[TenantId, Line] = {}  # of those that have requests
 
     async def acquire(self, directory: DirectoryLink, ask: Acquire) -> Lease:
-        """Wait for room as long as leases of ours are out that will make some. Raises PoolFull otherwise."""
-        async with self._turn:
+        """Wait for room as long as leases of ours are out that will make some: the tenant's own, at its quota.
+        Raises PoolFull, or of that QuotaExceeded, otherwise."""
+        line = self._tenants.setdefault(ask.tenant, Line())
+        line.requests += 1
+        try:
+            async with line.turn:
+                while True:
+                    line.given_back.clear()
+                    try:
+                        lease = await self._acquire(directory, ask)
+                    except QuotaExceeded:
+                        if not line.held:
+                            raise
+                        await line.given_back.wait()
+                    else:
+                        line.held += 1
+                        return lease
+        except BaseException:
+            self._leave(ask.tenant)
+            raise
+
+    async def _acquire(self, directory: DirectoryLink, ask: Acquire) -> Lease:
+        """The same of the pool alone."""
+        async with self._pool.turn:
             while True:
-                self._given_back.clear()
+                self._pool.given_back.clear()
                 try:
                     lease = await directory.get().acquire(ask)
+                except QuotaExceeded:
+                    raise
                 except PoolFull:
-                    if not self._held:
+                    if not self._pool.held:
                         raise
-                    await self._given_back.wait()
+                    await self._pool.given_back.wait()
                 else:
-                    self._held += 1
+                    self._pool.held += 1
                     return lease
 
-    def give_back(self) -> None:
-        """A lease has been released: whoever is first in line may try again."""
-        self._held -= 1
-        self._given_back.set()
+    def give_back(self, tenant: TenantId) -> None:
+        """A lease of this tenant has been released: whoever is first in a line may try again."""
+        for line in (self._pool, self._tenants[tenant]):
+            line.held -= 1
+            line.given_back.set()
+        self._leave(tenant)
+
+    def _leave(self, tenant: TenantId) -> None:
+        line = self._tenants[tenant]
+        line.requests -= 1
+        if not line.requests:
+            del self._tenants[tenant]
 
 
 class HeldLease:
@@ -86,7 +133,7 @@ class HeldLease:
                 await asyncio.gather(self._keeper, return_exceptions=True)
             await self._release()
         finally:
-            self._room.give_back()
+            self._room.give_back(self._ask.tenant)
 
     async def _release(self) -> None:
         try:

@@ -45,7 +45,7 @@ RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.25, 1.5, 2, 4, 1
 """Of a real time to a predicted one: fine where predictions are good, wide enough to see how bad others are."""
 
 REASONS = (
-    *("no_prefill", "no_decode", "no_kvcache", "pool_full", "queue_full", "draining", "ttft", "tbt"),
+    *("no_prefill", "no_decode", "no_kvcache", "pool_full", "quota", "queue_full", "draining", "ttft", "tbt"),
     "other",
 )
 """Reasons of refusals, as `Refusal.reason` has them, and one for what is not among them."""
@@ -190,6 +190,7 @@ class Metrics:
         _grow(self._steps[pool], before.steps, load.steps)
         _grow(self._preempted, before.preempted, load.preempted)
         _grow(self._evicted, before.evicted, load.evicted)
+        _grow(self._over_quota, before.over_quota, load.over_quota)
         _grow(self._bad_frames, before.bad_frames, load.bad_frames)
         _grow(self._events, before.events, load.events)
         _grow(self._events_failed, before.events_failed, load.events_failed)
@@ -275,6 +276,9 @@ class Metrics:
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
         self._preempted = self._counter("vllm:num_preemptions", "Requests preempted by decode instances.")
         self._evicted = self._counter("dango:evicted_blocks", "Blocks evicted.")
+        self._over_quota = self._counter(
+            "dango:quota_refusals", "Leases refused since their tenants are at their quotas."
+        )
         self._bad_frames = self._counter("dango:bad_frames", "Frames dropped because they were no message.")
         self._events = self._counter("dango:kv_event_batches", "Batches of KV events published.")
         self._events_failed = self._counter("dango:kv_event_batches_failed", "Batches that could not be sent.")
@@ -326,6 +330,10 @@ class Metrics:
         )
         self._held = self._gauge("dango:held_requests", "Requests that wait before their prefill.")
         self._held_tokens = self._gauge("dango:held_tokens", "Prompt tokens of requests that wait so.")
+        tenants = self._gauge("dango:tenants", "Tenants that have blocks in the pool's memory.")
+        tenants.set_function(lambda: sum(load.tenants for load in loads.values()))
+        largest = self._gauge("dango:largest_tenant_blocks", "Blocks in memory of the tenant that has most.")
+        largest.set_function(lambda: max((load.largest_tenant for load in loads.values()), default=0))
         load = Gauge(
             "dango:pool_load",
             "Share of what the limits allow that a pool carries.",

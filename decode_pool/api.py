@@ -36,7 +36,8 @@ class Decode(Message):
     """The names of the full blocks of the tokens that `sources` cover."""
     tenant: str
     salt: str
-    """With the manifest, what block names start from: full blocks made by decoding are written back."""
+    """With the manifest, what block names start from: full blocks made by decoding are written back, as the
+    tenant's."""
     sources: list[Grant]
     places: list[Place]
     sampling: Sampling

@@ -21,7 +21,7 @@ from kvcache_pool.api import Grant, Mover, Priority
 from protocol.blocks import HashRoot, extend_hashes
 from protocol.cluster import Manifest
 from protocol.errors import BadMessage
-from protocol.ids import BlockHash, Ids
+from protocol.ids import BlockHash, Ids, tenant_id
 from protocol.inbox import Inbox
 from protocol.message import Message
 from protocol.registry import Load
@@ -309,7 +309,8 @@ class DecodeService:
         pages, layers = sequence.pages[first:filled], range(self._engine.layout.layers)
         runs = np.stack([self._engine.runs(layer)[pages] for layer in layers])
         tokens = sequence.tokens[first * step : filled * step]
-        self._writeback.offer(Filled(message.request, list(stream.names), runs, tokens, message.near))
+        tenant = tenant_id(message.tenant)
+        self._writeback.offer(Filled(message.request, list(stream.names), runs, tokens, message.near, tenant))
 
 
 def _row(plan: Plan, stream: Stream) -> Row:

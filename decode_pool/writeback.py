@@ -1,7 +1,7 @@
 """Full blocks that are filled here go to the pool: the next turn of a chat finds them there.
 
-Best effort: when the queue is full or the pool has no room, a block is simply not cached. The bytes
-are copied out of the engine's pages when the block is full, so the pages' own life does not matter here.
+Best effort: when the queue is full, or the pool or the tenant's quota has no room, a block is simply not cached.
+The bytes are copied out of the engine's pages when the block is full, so the pages' own life does not matter here.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvcache_pool.api import Acquire, DirectoryLink, Grant, Mover, Priority, new_lease
 from protocol.errors import DangoError
-from protocol.ids import BlockHash, Ids, LeaseId, RequestId, SegmentId, token_ids
+from protocol.ids import NO_TENANT, BlockHash, Ids, LeaseId, RequestId, SegmentId, TenantId, token_ids
 
 BLOCKS_MAX = 64
 """Blocks that wait to be written: a few steps of a full batch, or a long prompt; 23 MB of the default model's.
@@ -34,6 +34,8 @@ class Filled:
     """Theirs; empty: not known."""
     near: SegmentId | None = None
     """Where to store them if there is room; None: at the instance's home."""
+    tenant: TenantId = NO_TENANT
+    """Whose they are."""
 
     @property
     def count(self) -> int:
@@ -91,7 +93,7 @@ class WriteBack:
     async def _write(self, filled: Filled) -> None:
         directory, chain, count = self._directory.get(), filled.chain, filled.count
         near = filled.near or self.near
-        ask = Acquire(new_lease(), filled.request, blocks=[], reuse=0, unnamed=count, near=near)
+        ask = Acquire(new_lease(), filled.request, [], reuse=0, unnamed=count, near=near, tenant=filled.tenant)
         try:
             lease = await directory.acquire(ask)
             self._mover.know(lease.places)

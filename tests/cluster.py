@@ -27,6 +27,7 @@ from kvcache_pool.index import Index
 from kvcache_pool.segment import Segment
 from kvcache_pool.segment_service import SegmentService
 from kvcache_pool.service import DirectoryService
+from kvcache_pool.slots import DEFAULT_SHARES, Shares
 from kvcache_pool.transfer.mover import PoolMover, Reach
 from prefill_pool.config import PrefillConfig
 from prefill_pool.service import PrefillService
@@ -181,11 +182,11 @@ class Cluster:
 
         self.tasks[name] = asyncio.create_task(live())
 
-    def start_kvcache(self, name: str, *, blocks: int, directory: bool) -> None:
+    def start_kvcache(self, name: str, *, blocks: int, directory: bool, shares: Shares = DEFAULT_SHARES) -> None:
         geometry = Geometry.within(LAYOUT, blocks * 8192)
         geometry = replace(geometry, slots=min(geometry.slots, blocks))
         segment = Segment(SegmentId(name), new_incarnation(), geometry)
-        service, index = SegmentService(segment), DirectoryService(Index())
+        service, index = SegmentService(segment), DirectoryService(Index(shares))
         elsewhere: list[str | None] = [None]
 
         async def heard(news: Heard) -> None:
@@ -224,6 +225,7 @@ async def a_cluster(
     in_flight_max: int = 64,
     config: ConductorConfig | None = None,
     steps_max: int = 1,
+    shares: Shares = DEFAULT_SHARES,
 ) -> AsyncIterator[Cluster]:
     """Ready to serve; afterwards everything has ended."""
     transport, metrics, view = ZmqTransport(), Metrics("fake"), View(MANIFEST)
@@ -238,7 +240,7 @@ async def a_cluster(
     loops = [asyncio.create_task(loop) for loop in (server.serve(), expire, admission.run())]
     try:
         for n in range(segments):
-            cluster.start_kvcache(f"kvcache-{n}", blocks=blocks, directory=n == 0)
+            cluster.start_kvcache(f"kvcache-{n}", blocks=blocks, directory=n == 0, shares=shares)
         for n in range(prefills):
             cluster.start_prefill(f"prefill-{n}", FakeEngine(layer_s=layer_s))
         for n in range(decodes):

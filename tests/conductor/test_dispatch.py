@@ -16,9 +16,10 @@ from decode_pool.api import Tokens
 from decode_pool.config import DecodeConfig
 from engine.api import EndReason, Sampling
 from kvcache_pool.api import Directory
+from kvcache_pool.slots import Shares
 from kvcache_pool.transfer.mover import Reach
 from protocol.errors import DeadlineExceeded, PeerLost
-from protocol.ids import RequestId
+from protocol.ids import RequestId, tenant_id
 from protocol.registry import Pool
 from tests.cluster import Listener, a_cluster, an_ask
 from tests.fakes import LAYOUT, FakeEngine, foretell
@@ -221,6 +222,53 @@ async def test_tenants_and_salts_do_not_share():
             reply = await cluster.serve(an_ask(PROMPT, 4, tenant=tenant, salt=salt))
             assert reply.said[0] == foretell(PROMPT, 4)
             assert reply.reused == [reused]
+
+
+@pytest.mark.parametrize(("share", "reused"), [(0.5, 20), (1.0, 0)])
+async def test_a_tenant_at_its_quota_does_not_push_out_anothers_prefix(share: float, reused: int):
+    async with a_cluster(blocks=24, shares=Shares(tenant=share)) as cluster:
+        await cluster.heard["decode-0"].wait()
+        await cluster.serve(an_ask(PROMPT, 6, tenant="y"))
+        for number in range(8):
+            prompt = [number, *LONG[:30]]
+            assert (await cluster.serve(an_ask(prompt, 6, tenant="x"))).said[0] == foretell(prompt, 6)
+        await cluster.at_rest()
+        directory = cluster.directory.get()
+        assert (await directory.tenant(tenant_id("x"))).blocks <= share * 24
+        assert (await cluster.serve(an_ask(prompt, 6, tenant="x"))).reused == [28], "its own latest is warm"
+        assert (await cluster.serve(an_ask(PROMPT, 6, tenant="y"))).reused == [reused]
+        await cluster.at_rest()
+
+
+async def test_what_was_decoded_for_a_tenant_is_that_tenants():
+    async with a_cluster(blocks=24, shares=Shares(tenant=0.5)) as cluster:
+        await cluster.heard["decode-0"].wait()
+        reply = await cluster.serve(an_ask(PROMPT, 12, tenant="x"))
+        await cluster.cached((len(PROMPT) + 11) // 4)
+        assert (await cluster.directory.get().tenant(tenant_id("x"))).blocks == (len(PROMPT) + 11) // 4
+        turn = await cluster.serve(an_ask([*PROMPT, *reply.said[0], 5], 4, tenant="x"))
+        assert turn.reused == [(len(PROMPT) + 11) // 4 * 4]
+        await cluster.at_rest()
+
+
+async def test_a_tenant_waits_for_its_own_room_and_nobody_for_it():
+    async with a_cluster(blocks=24, layer_s=0.005, shares=Shares(tenant=0.5)) as cluster:
+        with pytest.raises(Refused, match="within the tenant's quota") as refused:
+            await cluster.serve(an_ask(LONG[:60], 4, tenant="x"))
+        assert (refused.value.refusal.reason, refused.value.refusal.status) == ("quota", 429)
+        ended: list[str] = []
+
+        async def served(name: str, prompt: list[int]) -> None:
+            assert (await cluster.serve(an_ask(prompt, 4, tenant=name))).said[0] == foretell(prompt, 4)
+            ended.append(name)
+
+        many = [served("x", [number, *LONG[:30]]) for number in range(6)]
+        async with asyncio.timeout(20):
+            await asyncio.gather(*many, served("y", PROMPT))
+        assert "y" in ended[:3], "it did not stand behind the six"
+        stats = await cluster.at_rest()
+        assert stats.over_quota > 1
+        assert (await cluster.directory.get().tenant(tenant_id("x"))).blocks <= 12
 
 
 async def test_an_answer_whose_last_token_was_said_is_over_though_nobody_lived_to_say_so():

@@ -207,6 +207,15 @@ def test_kv_events_are_counted_through_restarts_and_listeners_as_they_are() -> N
     assert value(metrics, "dango:kv_event_listeners") == 0
 
 
+def test_tenants_are_counted_not_named() -> None:
+    metrics = Metrics("tiny")
+    metrics.set_pool_load(Pool.KVCACHE, "kvcache-0", Load(tenants=3, largest_tenant=40, over_quota=2))
+    metrics.set_pool_load(Pool.KVCACHE, "kvcache-1", Load())
+    assert value(metrics, "dango:tenants") == 3
+    assert value(metrics, "dango:largest_tenant_blocks") == 40
+    assert value(metrics, "dango:quota_refusals_total") == 2
+
+
 async def test_a_finished_request_is_counted_once_everywhere(tokenizer: Tokenizer) -> None:
     async with an_edge(tokenizer, Play(reused=1)) as edge:
         _, answer = await edge.complete(prompt=["one", "two"], n=2, max_tokens=3)

@@ -10,8 +10,9 @@ import numpy as np
 
 from decode_pool.writeback import BLOCKS_MAX, Filled, WriteBack
 from kvcache_pool.api import Acquire, Directory, DirectoryLink, Grant, Lease, new_lease
+from kvcache_pool.slots import Shares
 from protocol.errors import PeerLost
-from protocol.ids import BlockHash, Ids, LeaseId, RequestId, SegmentId, token_ids
+from protocol.ids import BlockHash, Ids, LeaseId, RequestId, SegmentId, tenant_id, token_ids
 from tests.fakes import MemoryMover
 from tests.kvcache_pool.builders import LAYOUT, a_pool, an_ask, names
 
@@ -109,6 +110,19 @@ async def test_a_full_pool_costs_the_block_and_nothing_else(tmp_path: Path):
         await pool.directory.release(lease.lease)
         await written(back, a_block(1))
         assert back.written == 1
+
+
+async def test_a_tenant_without_room_costs_its_own_block_and_no_other(tmp_path: Path):
+    x, y = tenant_id("x"), tenant_id("y")
+    async with a_pool(tmp_path, 4, shares=Shares(tenant=0.5)) as pool:
+        back = WriteBack(MemoryMover(), Link(pool.directory))
+        lease = await pool.directory.acquire(an_ask([], unnamed=2, tenant=x))
+        await written(back, replace(a_block(1), tenant=x), replace(a_block(2), tenant=y))
+        assert (back.written, back.dropped) == (1, 1)
+        assert (await pool.directory.tenant(y)).blocks == 1
+        await pool.directory.release(lease.lease)
+        await written(back, replace(a_block(1), tenant=x))
+        assert (await pool.directory.tenant(x)).blocks == 1
 
 
 async def test_blocks_in_a_row_are_written_together_under_their_names(tmp_path: Path):
