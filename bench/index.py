@@ -19,8 +19,9 @@ from bench.report import Row, Spread
 from bench.setup import Setup
 from kvcache_pool.api import Acquire, Place, new_lease
 from kvcache_pool.index import Index
+from kvcache_pool.slots import Shares
 from protocol.blocks import BlockLayout
-from protocol.ids import BlockHash, Incarnation, SegmentId
+from protocol.ids import NO_TENANT, BlockHash, Incarnation, SegmentId, TenantId, tenant_id
 
 ABOUT = "the directory's index with a million blocks: a lookup, a lease, and memory"
 
@@ -35,6 +36,9 @@ TURNS = 4
 
 SEGMENTS = 4
 """Which share the blocks."""
+
+TENANTS = 64
+"""Whose the prompts are, by turns, where there are quotas; each has far less than its own."""
 
 FIND_US_MAX = 100.0
 """Ten thousand lookups a second of index time, twice what the whole rpc should do."""
@@ -66,16 +70,20 @@ class Cost(NamedTuple):
 async def run(setup: Setup) -> list[Row]:
     """Fill, ask, and weigh, as often as there are runs."""
     context = multiprocessing.get_context("spawn")
-    costs = []
+    costs: list[Cost] = []
+    bounded: list[Cost] = []
     for seed in range(setup.seed, setup.seed + setup.runs):
-        with ProcessPoolExecutor(1, mp_context=context) as process:
-            costs.append(process.submit(cost_of, BLOCKS, seed).result())
+        for quotas, into in ((False, costs), (True, bounded)):
+            with ProcessPoolExecutor(1, mp_context=context) as process:
+                into.append(process.submit(cost_of, BLOCKS, seed, quotas).result())
     return [
         Row(f"find {PREFIX} blocks of a million", "us", _spread(costs, "find_us"), limit=FIND_US_MAX),
         Row("  where no two are neighbours", "us", _spread(costs, "scattered_us")),
         Row("  as a walk through a bare dict", "us", _spread(costs, "walk_us")),
         Row(f"lease and release {PREFIX} blocks", "us", _spread(costs, "lease_us")),
+        Row("  with quotas of tenants", "us", _spread(bounded, "lease_us")),
         Row("memory of the index", "bytes/block", _spread(costs, "bytes"), limit=BLOCK_BYTES_MAX),
+        Row("  with quotas of tenants", "bytes/block", _spread(bounded, "bytes"), limit=BLOCK_BYTES_MAX),
     ]
 
 
@@ -83,11 +91,12 @@ def _spread(costs: Sequence[Cost], name: str) -> Spread:
     return Spread.of([getattr(cost, name) for cost in costs])
 
 
-def cost_of(blocks: int, seed: int) -> Cost:
-    """Of an index with so many blocks. To be called in a fresh process. Takes ten seconds for a million."""
+def cost_of(blocks: int, seed: int, quotas: bool = False) -> Cost:
+    """Of an index with so many blocks, where tenants have quotas or not. To be called in a fresh process. Takes
+    ten seconds for a million."""
     dice, prompts = random.Random(seed), blocks // PREFIX
     before = _resident_bytes()
-    index = a_full_index(prompts)
+    index = a_full_index(prompts, quotas)
     gc.collect()
     grown = _resident_bytes() - before
     finds, scattered, walks, leases = list[float](), list[float](), list[float](), list[float]()
@@ -107,9 +116,10 @@ def cost_of(blocks: int, seed: int) -> Cost:
         for name in chain:
             bare[name]
         walks.append(time.process_time() - began)
-    for chain in [chain_of(dice.randrange(prompts)) for _ in range(FINDS)]:
+    for prompt in [dice.randrange(prompts) for _ in range(FINDS)]:
+        ask = Acquire(new_lease(), "bench", chain_of(prompt), PREFIX, 0, None, tenant=_tenant(prompt, quotas))
         began = time.process_time()
-        lease = index.acquire(Acquire(new_lease(), "bench", chain, PREFIX, 0, None), now=0.0)
+        lease = index.acquire(ask, now=0.0)
         index.release(lease.lease)
         leases.append(time.process_time() - began)
         assert len(lease.sources) == PREFIX
@@ -119,9 +129,9 @@ def cost_of(blocks: int, seed: int) -> Cost:
     return Cost(find_us, scattered_us, walk_us, lease_us, grown / (prompts * PREFIX))
 
 
-def a_full_index(prompts: int) -> Index:
+def a_full_index(prompts: int, quotas: bool = False) -> Index:
     """Every slot has a block, of so many prompts, a multiple of SEGMENTS."""
-    index = Index()
+    index = Index(Shares(tenant=0.5 if quotas else 1.0))
     segments = [SegmentId(f"kvcache-{number}") for number in range(SEGMENTS)]
     for segment in segments:
         place = Place(segment, Incarnation("1"), "", "", "", prompts * PREFIX // SEGMENTS, LAYOUT)
@@ -129,14 +139,19 @@ def a_full_index(prompts: int) -> Index:
     for turn in range(1, TURNS + 1):
         for prompt in range(prompts):
             chain = chain_of(prompt)[: turn * PREFIX // TURNS]
-            ask = Acquire(new_lease(), "bench", chain, PREFIX, 0, segments[prompt % SEGMENTS])
+            near, tenant = segments[prompt % SEGMENTS], _tenant(prompt, quotas)
+            ask = Acquire(new_lease(), "bench", chain, PREFIX, 0, near, tenant=tenant)
             lease = index.acquire(ask, now=0.0)
             count = len(lease.targets)
             index.commit(lease.lease, list(range(count)), chain[-count:], now=0.0)
             index.release(lease.lease)
-            _note_down(index, segments[prompt % SEGMENTS])
+            _note_down(index, near)
     assert index.stats().cached == prompts * PREFIX
     return index
+
+
+def _tenant(prompt: int, quotas: bool) -> TenantId:
+    return tenant_id(f"tenant {prompt % TENANTS}") if quotas else NO_TENANT
 
 
 def _note_down(index: Index, segment: SegmentId) -> None:
