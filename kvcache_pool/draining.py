@@ -80,7 +80,8 @@ def target_for(
     if not at_quota or (kind is not None and not ages):
         ages = [(age, n) for n, slots in enumerate(stay) if (age := slots.next_to_go) is not None]
     coldest = min(ages, default=None)
-    if coldest is None or (kind is None and not block.leases and coldest[0] >= block.home.age(block.slot)):
+    bound = kind is None and (at_quota or not block.leases)  # two in use do not drive each other out in turn
+    if coldest is None or (bound and coldest[0] >= block.home.age(block.slot)):
         return None
     return stay[coldest[1]]
 

@@ -1,5 +1,6 @@
 """Tenants: what one may have of the pool, whose blocks go for it, and that nobody touches another's."""
 
+import contextlib
 from collections import Counter
 from dataclasses import replace
 
@@ -8,7 +9,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvcache_pool.api import Grant, Note, PinKind, PoolFull, QuotaExceeded, TenantStats, WrongTenant
+from kvcache_pool.api import (
+    CannotDrain,
+    Carry,
+    Grant,
+    Note,
+    PinKind,
+    PoolFull,
+    QuotaExceeded,
+    TenantStats,
+    WrongTenant,
+    new_lease,
+)
 from kvcache_pool.eviction import EVICTIONS
 from kvcache_pool.index import Index
 from kvcache_pool.leases import QUARANTINE_S
@@ -413,11 +425,12 @@ NUMBERS = {tenant: range(10 * n, 10 * n + 6) for n, tenant in enumerate(TENANTS)
 
 
 class Tenancy(RuleBasedStateMachine):
-    """No history of leases makes a tenant exceed its quota, or take for it what another has."""
+    """No history of leases makes a tenant exceed its quota, or take for it what another has; and none of drains
+    takes for it what another has, but for pins."""
 
     @initialize(eviction=st.sampled_from(sorted(EVICTIONS)), share=st.sampled_from([0.1, 0.3, 0.5, 0.8]))
     def begin(self, eviction: str, share: float) -> None:
-        self.index = an_index(a=4, b=3, eviction=eviction, tenant_share=share, copies_share=0.5)
+        self.index = an_index(a=4, b=3, c=2, eviction=eviction, tenant_share=share, copies_share=0.5)
         self.now = 0.0
         self.lives = 0
         self.leases: list[tuple[str, TenantId, int]] = []
@@ -431,13 +444,16 @@ class Tenancy(RuleBasedStateMachine):
         unnamed=st.integers(0, 2),
         near=st.sampled_from([None, "a", "b"]),
         copies=st.integers(0, 3),
+        moves=st.booleans(),
     )
-    def acquire(self, tenant: TenantId, chain: list[int], unnamed: int, near: str | None, copies: int) -> None:
+    def acquire(
+        self, tenant: TenantId, chain: list[int], unnamed: int, near: str | None, copies: int, moves: bool
+    ) -> None:
         self.index.expire(self.now)
         blocks = names(*(NUMBERS[tenant][number] for number in chain))
         before, held, stats = self.blocks(), self.index.tenant_stats(tenant), state(self.index)
         try:
-            ask = an_ask(blocks, unnamed=unnamed, near=near, copies=copies, tenant=tenant)
+            ask = an_ask(blocks, unnamed=unnamed, near=near, copies=copies, moves=moves, tenant=tenant)
             lease = self.index.acquire(ask, self.now)
         except PoolFull:
             assert state(self.index) == stats
@@ -448,7 +464,7 @@ class Tenancy(RuleBasedStateMachine):
         if held.quota is not None:
             left = held.quota - held.blocks
             assert others <= max(0, left), "others' blocks went for what is beyond the quota"
-            assert self.index.tenant_stats(tenant).blocks <= held.quota
+            assert self.index.tenant_stats(tenant).blocks <= (held.quota if new else held.blocks)
         assert others <= new
         self.leases.append((lease.lease, tenant, new))
 
@@ -498,6 +514,47 @@ class Tenancy(RuleBasedStateMachine):
         self.now += seconds
         self.index.expire(self.now)
 
+    @rule(segment=st.sampled_from("abc"), undo=st.booleans())
+    def drain(self, segment: str, undo: bool) -> None:
+        with contextlib.suppress(CannotDrain):
+            self.index.drain(SegmentId(segment), undo=undo)
+
+    @rule(segment=st.sampled_from("abc"), commit=st.booleans())
+    def carry(self, segment: str, commit: bool) -> None:
+        """One block."""
+        self.index.expire(self.now)
+        slots = self.index._segments[SegmentId(segment)]
+        before = self.blocks()
+        counts = {tenant: self.index.tenant_stats(tenant) for tenant in TENANTS}
+        pinned = {name for slot, name in enumerate(slots.names) if slots.idle.kind(slot) is not None}
+        ask = Carry(new_lease(), SegmentId(segment), 1, [])
+        carried = self.index.carry(ask, self.now)
+        gone = [
+            of for (name, where), of in before.items() if where != segment and (name, where) not in self.blocks()
+        ]
+        if not carried.blocks:
+            assert not gone
+            assert not slots.draining or all(slots.leases[slot] or slots.idle.kind(slot) for slot in slots.leaving)
+            return
+        tenant = self.index._replicas.tenant(carried.blocks[0])
+        assert tenant is not None
+        had = counts[tenant]
+        if had.quota is not None and had.blocks >= had.quota and carried.blocks[0] not in pinned:
+            assert {*gone} <= {tenant}, "another's block went for what is beyond the quota"
+        assert self.index.tenant_stats(tenant).blocks == had.blocks + 1 - gone.count(tenant)
+        if commit:
+            self.index.commit(ask.lease, [0], carried.blocks, self.now)
+        self.index.release(ask.lease)
+
+    @rule()
+    def note(self) -> None:
+        """All segments note down what they hear."""
+        for segment in self.index.segments():
+            number = -1
+            while (told := self.index.news(segment, number))[0]:
+                number = told[1]
+        self.index.settle()
+
     @rule(segment=st.sampled_from(["a", "b"]))
     def restart(self, segment: str) -> None:
         """With what it has noted; perhaps fewer slots are left for a while, so the quota is smaller."""
@@ -521,6 +578,8 @@ class Tenancy(RuleBasedStateMachine):
             for tenant in TENANTS:
                 for number in NUMBERS[tenant]:
                     self.index.unpin(names(number))
+            for segment in self.index.segments():
+                self.index.drain(segment, undo=True)
             self.index.clear()
             self.index.check()
             assert [self.index.tenant_stats(tenant).blocks for tenant in TENANTS] == [0, 0, 0]

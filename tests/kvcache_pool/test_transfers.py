@@ -34,7 +34,7 @@ from kvcache_pool.transfer.mover import Fetched, PoolMover, Reach
 from kvcache_pool.transfers import MOVING_MAX, Progress, Status, Transfer, Transfers
 from protocol.blocks import BlockLayout
 from protocol.errors import DangoError, DeadlineExceeded, PeerLost
-from protocol.ids import BlockHash, Incarnation, SegmentId
+from protocol.ids import BlockHash, Incarnation, SegmentId, tenant_id
 from protocol.rpc import Client, Server
 from protocol.zmq_transport import ZmqTransport
 from tests.kvcache_pool.builders import HOST, LAYOUT, Pool, a_pool, a_segment, an_ask, names
@@ -372,7 +372,7 @@ def count(client: KVCachePool, blocks: int) -> Counting:
     leasing = client._leasing
     counting = Counting(leasing.mover)
     size = blocks * client.layout.block_bytes
-    client._leasing = Leasing(counting, client.layout, "client", batch_bytes=size)  # type: ignore[arg-type]
+    client._leasing = Leasing(counting, client.layout, "client", client._tenant, size)  # type: ignore[arg-type]
     client._leasing.near = leasing.near
     client._leasing._returns = leasing._returns
     return counting
@@ -580,7 +580,7 @@ async def test_a_put_to_a_segment_that_is_gone_goes_to_another_with_all_that_was
     async with (
         a_pool(tmp_path, 16) as pool,
         guests(pool, tmp_path, 16) as (guest,),
-        a_client(pool) as client,
+        a_client(pool, tenant="a") as client,
     ):
         client._leasing.near = guest.place.segment
         mover = count(client, 2)
@@ -600,6 +600,7 @@ async def test_a_put_to_a_segment_that_is_gone_goes_to_another_with_all_that_was
         assert where == [{"guest-0"}] * 4 + [{"kv-0"}] * 3
         client._leasing.near = SegmentId("kv-0")
         assert np.array_equal(await client.get(chain), blocks)
+        assert {note.tenant for note in pool.index.catalogue(SegmentId("kv-0"), -1, 9)} == {tenant_id("a")}
         await at_rest(pool)
 
 
