@@ -234,7 +234,8 @@ class DirectoryService:
         silent += [slots.place.segment for slots, last in told if not slots.news.noted(last)]
         if silent:
             who = ", ".join(dict.fromkeys(silent))
-            raise Unconfirmed(f"forgotten blocks: {count}; {who} did not confirm it, and may bring them back")
+            after = "which counts should the directory die"
+            raise Unconfirmed(f"forgotten blocks: {count}; {who} did not confirm it, {after}")
         return count
 
     def _unheard(self) -> list[SegmentId]:

@@ -16,6 +16,7 @@ from itertools import islice
 from kvcache_pool.api import Found, Grant, Note, PinKind, Place, SegmentStats, TenantStats, WrongTenant
 from kvcache_pool.draining import LOOKS_MAX, begin, elsewhere, end, pass_pin, require_drainable, staying
 from kvcache_pool.events import Recorder
+from kvcache_pool.forgotten import Forgotten
 from kvcache_pool.lives import Lives
 from kvcache_pool.replicas import Replicas, in_segment
 from kvcache_pool.slots import DEFAULT_SHARES, Block, Shares, Slots
@@ -51,7 +52,7 @@ class Stock:
         self._lives = Lives()
         self._tenants = Tenants(shares.tenant)
         self._evicted = 0
-        self._cleared = 0  # the highest generation when all was forgotten
+        self._forgotten = Forgotten()
         self._uses = 0  # releases of leases and their like, which tell what was used before what
 
     # -- segments -----------------------------------------------------------------------------------
@@ -89,13 +90,13 @@ class Stock:
     def adopt(self, segment: SegmentId, incarnation: Incarnation, notes: Sequence[Note]) -> int:
         """A segment that has just joined holds these blocks, the first to be evicted first. Returns how many are
         cached by this: not those whose slot has a new use already, nor a name that the segment has already or
-        another tenant elsewhere, nor what was cleared, of which the segment is told."""
+        another tenant elsewhere, nor what was forgotten, of which the segment is told."""
         slots = self._segments.get(segment)
         if slots is None or slots.place.incarnation != incarnation:
             return 0
         good: dict[bytes, Note] = {}
         for note in notes:
-            if 0 < note.generation <= self._cleared:
+            if self._forgotten.covers(note):
                 slots.refuse(note)
                 continue
             old = 0 < note.generation <= self._generation - GENERATIONS_A_JOIN
@@ -237,16 +238,18 @@ class Stock:
     def clear(self) -> int:
         """Forget every block that no lease names, also those that a segment will bring which is away now. Returns
         how many."""
-        self._cleared = self._generation
+        self._forgotten.clear(self._generation)
         idle = [Block(slots, slot) for slots in self._segments.values() for slot in slots.idle]
         for block in idle:
             self._forget(block)
         return len(idle)
 
     def remove(self, blocks: Sequence[BlockHash], tenant: TenantId | None = None) -> int:
-        """Forget these blocks in every segment but where a lease names them; their pins end in any case. Returns
-        how many of them were there and are nowhere now. Raises WrongTenant, and then has changed nothing."""
+        """Forget these blocks in every segment but where a lease names them, also in one that is away now; their
+        pins end in any case. Returns how many of them were there and are nowhere now. Raises WrongTenant, and then
+        has changed nothing."""
         self._require_tenant(blocks, tenant)
+        self._forgotten.remove(blocks, self._generation)
         gone = 0
         for name in blocks:
             replicas = self._replicas.of(name)

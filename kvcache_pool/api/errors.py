@@ -30,7 +30,7 @@ class LeaseLost(RemoteError):
 
 class Unconfirmed(RemoteError):
     """Blocks are forgotten, and can be found no more; but a segment did not say that it has noted it down, so its
-    next life may bring them back."""
+    next life may bring them back to the next life of the directory."""
 
     kind = "unconfirmed"
 
