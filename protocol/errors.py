@@ -3,6 +3,7 @@
 DangoError
 ├── BadMessage          what arrived is no message of ours; it is dropped and counted
 ├── PeerLost            the process at the other end went away, or never answered a heartbeat
+│   └── BadAddress      nobody can be there: it is no address
 ├── DeadlineExceeded    the caller's time ran out
 └── RemoteError         the callee refuses or fails, in its own words; `kind` travels
     └── ...             each `api.py` declares the kinds that its callers must tell apart
@@ -21,6 +22,10 @@ class BadMessage(DangoError):
 
 class PeerLost(DangoError):
     """The connection to a peer broke; calls in flight have no answer and may or may not have run."""
+
+
+class BadAddress(PeerLost):
+    """What should say where a peer is, is no address. To try again is of no use."""
 
 
 class DeadlineExceeded(DangoError):

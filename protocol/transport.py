@@ -51,7 +51,7 @@ class Transport(Protocol):
     """Makes links and ports."""
 
     def connect(self, address: str) -> Link:
-        """Returns at once; the connection is made, and made again, behind the link."""
+        """Returns at once; the connection is made, and made again, behind the link. Raises BadAddress."""
         ...
 
     def bind(self, address: str) -> Port:

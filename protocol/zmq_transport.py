@@ -8,7 +8,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from protocol.errors import PeerLost
+from protocol.errors import BadAddress, PeerLost
 from protocol.frames import Buffer
 from protocol.message import MESSAGE_BYTES_MAX
 
@@ -38,8 +38,12 @@ class ZmqLink:
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._inbox: asyncio.Future[Any] | None = None
         self._breaks: asyncio.Future[Any] | None = None
-        self._socket.connect(address)
         self._address = address
+        try:
+            self._socket.connect(address)
+        except (zmq.ZMQError, UnicodeError) as error:
+            self.close()
+            raise BadAddress(f"{address[:80]!r} is no address to connect to") from error
 
     async def send(self, frames: Sequence[Buffer]) -> None:
         try:

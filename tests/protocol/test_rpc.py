@@ -289,6 +289,16 @@ async def test_closing_the_client_fails_what_has_not_found_its_server_yet(tmp_pa
         transport.close()
 
 
+@pytest.mark.parametrize("address", ["foo", "tcp://127.0.0.1", "ipc://", "tcp://127.0.0.1:x", "tcp://\udcff:1"])
+async def test_an_address_that_is_none_is_a_peer_that_is_not_there(address: str) -> None:
+    transport = ZmqTransport()
+    try:
+        with pytest.raises(PeerLost, match="is no address to connect to"):
+            Client(transport, address).start()
+    finally:
+        transport.close()
+
+
 SERVER = """
 import asyncio, sys
 from tests.protocol.test_rpc import Service, serve
