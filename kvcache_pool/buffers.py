@@ -58,21 +58,27 @@ def _block(raw: Bytes, layout: BlockLayout, writable: bool) -> Bytes:
 def _raw(memory: object, layout: BlockLayout, writable: bool) -> Bytes:
     """All bytes of one buffer, in its own shape but for the last dimension."""
     if hasattr(memory, "untyped_storage"):
-        raw, kind = _tensor(memory, writable)
+        raw = _tensor(memory, layout, writable)
     else:
         array = _array(memory)
-        raw, kind = _bytes(array, writable), array.dtype.name
-    allowed = RAW | {layout.kv_type} | ({"uint16"} if layout.kv_type == "bfloat16" else set())
-    if kind not in allowed:
-        raise TypeError(f"the pool's KV is {layout.kv_type}: its elements cannot be {kind}")
+        _require_kind(array.dtype.name if array.dtype.isnative else str(array.dtype), layout)
+        raw = _bytes(array, writable)
     if writable and not raw.flags.writeable:
         raise ValueError("the memory to read into is read-only")
     return raw
 
 
+def _require_kind(kind: str, layout: BlockLayout) -> None:
+    """Raises TypeError for elements of a type that the pool's blocks have not."""
+    if kind not in RAW | {layout.kv_type} | ({"uint16"} if layout.kv_type == "bfloat16" else set()):
+        raise TypeError(f"the pool's KV is {layout.kv_type}: its elements cannot be {kind}")
+
+
 def _array(memory: object) -> npt.NDArray[Any]:
+    if isinstance(memory, np.ma.MaskedArray):
+        raise TypeError("a masked array has elements without a value: fill them first")
     if isinstance(memory, np.ndarray):
-        return memory
+        return np.asarray(memory)  # of a subclass the plain array: it has memory of its own kind
     try:
         return np.asarray(memoryview(memory))  # type: ignore[arg-type]  # what is no buffer is told below
     except TypeError:
@@ -90,8 +96,11 @@ def _bytes(array: npt.NDArray[Any], writable: bool) -> Bytes:
     return array.view(np.uint8)
 
 
-def _tensor(tensor: Any, writable: bool) -> tuple[Bytes, str]:
-    """The bytes of a torch tensor and the name of its type. Whoever has one has torch: it is not imported here."""
+def _tensor(tensor: Any, layout: BlockLayout, writable: bool) -> Bytes:
+    """The bytes of a torch tensor. Whoever has one has torch: it is not imported here."""
+    _require_kind(str(tensor.dtype).removeprefix("torch."), layout)
+    if tensor.layout is not sys.modules["torch"].strided or tensor.is_nested or tensor.is_neg():
+        raise TypeError("a tensor that is sparse, nested or a lazy view has no bytes to move: make it a plain one")
     if tensor.device.type != "cpu":
         raise ValueError(f"a tensor on {tensor.device} is out of reach: the pool moves CPU memory")
     flat = tensor.detach()
@@ -100,4 +109,4 @@ def _tensor(tensor: Any, writable: bool) -> tuple[Bytes, str]:
             raise ValueError(f"a tensor of strides {flat.stride()} cannot be written to: it is not contiguous")
         flat = flat.contiguous().reshape(-1)
     raw: Bytes = flat.view(sys.modules["torch"].uint8).numpy()
-    return raw, str(tensor.dtype).removeprefix("torch.")
+    return raw

@@ -94,6 +94,11 @@ def test_bfloat16_comes_from_torch_or_as_numpys_uint16() -> None:
             "a tensor on meta is out of reach",
         ),
         (some(4).reshape(-1, 4)[:, :2], ValueError, "is not contiguous, and its first dimension is not 2"),
+        (some(2).astype(">f2"), TypeError, "float16: its elements cannot be >f2"),
+        (np.array([object()] * 2), TypeError, "float16: its elements cannot be object"),
+        (np.ma.masked_array(some(2)), TypeError, "a masked array has elements without a value"),
+        (torch.from_numpy(some(2)).to_sparse(), TypeError, "sparse, nested or a lazy view"),
+        (torch._neg_view(torch.from_numpy(some(2))), TypeError, "sparse, nested or a lazy view"),
     ],
 )
 def test_other_memory_is_refused_in_words(memory: object, error: type[Exception], sentence: str) -> None:
