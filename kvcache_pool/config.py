@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
+INSTANCE_BYTES_MAX = 58
+"""The segment's file has room for so many, and for what its disk tier adds to them."""
+
 
 @dataclass(frozen=True)
 class KVCacheConfig:
@@ -81,6 +84,8 @@ class KVCacheConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no service could use."""
+        if not 0 < len(self.instance.encode(errors="replace")) <= INSTANCE_BYTES_MAX:
+            raise ValueError(f"instance must have 1 to {INSTANCE_BYTES_MAX} bytes, not {self.instance[:80]!r}")
         for name in ("copies_share", "hard_pins_share", "watermark", "watermark_step"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must be from 0 to 1, not {getattr(self, name)}")

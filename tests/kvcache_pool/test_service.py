@@ -208,6 +208,13 @@ def test_settings_that_nobody_could_use_are_refused_by_name(wrong: dict[str, flo
         KVCacheConfig(**wrong)
 
 
+@pytest.mark.parametrize("name", ["", "k" * 59, "\u2603" * 20])
+def test_a_name_that_a_segments_file_cannot_hold_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="instance must have 1 to 58 bytes"):
+        KVCacheConfig(instance=name)
+    KVCacheConfig(instance="k" * 58)
+
+
 def test_the_load_is_the_pools_blocks() -> None:
     index = Index()
     index.announce(a_place(slots=5), 0, 0.0)
