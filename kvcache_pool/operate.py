@@ -76,11 +76,10 @@ def _bound(quota: int | None) -> str:
 
 async def lookup(pool: KVCachePool, asked: argparse.Namespace) -> Answer:
     """How much of a prompt is cached, and where."""
-    tokens = _tokens(asked)
-    found = await pool.lookup(tokens)
-    lines = [f"{found.tokens} of {len(tokens)} tokens are cached, {found.blocks} blocks"]
+    found = await pool.lookup(asked.tokens)
+    lines = [f"{found.tokens} of {len(asked.tokens)} tokens are cached, {found.blocks} blocks"]
     lines += [f"  {segment}: {blocks} blocks" for segment, blocks in found.segments.items()]
-    return Answer({**asdict(found), "asked": len(tokens)}, lines)
+    return Answer({**asdict(found), "asked": len(asked.tokens)}, lines)
 
 
 async def clear(pool: KVCachePool, _: argparse.Namespace) -> Answer:
@@ -90,27 +89,27 @@ async def clear(pool: KVCachePool, _: argparse.Namespace) -> Answer:
 
 async def pin(pool: KVCachePool, asked: argparse.Namespace) -> Answer:
     """Keep what is cached of a prompt."""
-    return _counted(await pool.pin(_tokens(asked), asked.for_s, hard=asked.hard), "pinned")
+    return _counted(await pool.pin(asked.tokens, asked.for_s, hard=asked.hard), "pinned")
 
 
 async def unpin(pool: KVCachePool, asked: argparse.Namespace) -> Answer:
     """End the pins of a prompt's blocks."""
-    return _counted(await pool.unpin(_tokens(asked)), "unpinned")
+    return _counted(await pool.unpin(asked.tokens), "unpinned")
 
 
 async def remove(pool: KVCachePool, asked: argparse.Namespace) -> Answer:
     """Forget a prompt's blocks, pinned or not."""
-    return _counted(await pool.remove(_tokens(asked)), "forgotten")
+    return _counted(await pool.remove(asked.tokens), "forgotten")
 
 
 async def copy(pool: KVCachePool, asked: argparse.Namespace) -> Answer:
     """Copy what is cached of a prompt to a segment, as far as the budget of copies goes."""
-    return _counted(await pool.copy(_tokens(asked), asked.to), f"in {asked.to} now")
+    return _counted(await pool.copy(asked.tokens, asked.to), f"in {asked.to} now")
 
 
 async def move(pool: KVCachePool, asked: argparse.Namespace) -> Answer:
     """Move what is cached of a prompt to a segment, with its pins."""
-    return _counted(await pool.move(_tokens(asked), asked.to), f"in {asked.to} now")
+    return _counted(await pool.move(asked.tokens, asked.to), f"in {asked.to} now")
 
 
 async def drain(pool: KVCachePool, asked: argparse.Namespace) -> Answer:
@@ -136,7 +135,7 @@ def _say(line: str) -> None:
 
 async def check(pool: KVCachePool, asked: argparse.Namespace) -> Answer:
     """Verify the index against the segments of this host, and every checksum."""
-    files = found_files([SHM, *asked.folders])
+    files = _files(asked)
     checked = [
         await check_segment(one.segment, one.incarnation, files, partial(pool.catalogue, one.segment))
         for one in await pool.segments()
@@ -161,7 +160,7 @@ ABOUT_TOKENS = frozenset(("lookup", "pin", "unpin", "remove", "copy", "move"))
 
 def main(argv: Sequence[str]) -> int:
     """Run one verb. Returns the exit code: 1 with a sentence when the pool cannot be reached or refuses, 2 for a
-    command line or setting that cannot be read."""
+    command line or setting that cannot be read, 130 after Ctrl-C."""
     parser = parser_of_all()
     asked = parser.parse_args(argv)
     try:
@@ -170,18 +169,43 @@ def main(argv: Sequence[str]) -> int:
     except SettingsError as error:
         parser.exit(2, f"dango kvcache: {error}\n")
     try:
+        if asked.verb in ABOUT_TOKENS:
+            asked.tokens = _tokens(asked.tokens)
         offline = asked.verb == "check" and asked.offline
         answer = _offline(asked) if offline else asyncio.run(_run(config, asked))
     except (DangoError, OSError, ValueError) as error:
         sys.stderr.write(f"dango kvcache {asked.verb}: {error}\n")
         return 1
+    except KeyboardInterrupt:
+        return 130  # as in a shell
     text = json.dumps(answer.fields) if asked.json else "\n".join(answer.lines)
-    sys.stdout.write(f"{text}\n")
-    return int(answer.wrong)
+    return _told(f"{text}\n", asked.verb) or int(answer.wrong)
+
+
+def _told(text: str, verb: str) -> int:
+    """Print the answer. Returns 1 if it cannot be: the reader is gone, or the disk is full."""
+    if sys.stdout is None:  # closed by the caller, who wants the exit status alone
+        return 0
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
+        sys.stderr.write(f"dango kvcache {verb}: the answer cannot be written: {error}\n")
+        return 1
+    return 0
 
 
 def _offline(asked: argparse.Namespace) -> Answer:
-    return _checked([check_file(path) for path in found_files([SHM, *asked.folders])])
+    return _checked([check_file(path) for path in _files(asked)], whole=True)
+
+
+def _files(asked: argparse.Namespace) -> list[Path]:
+    """Of segments, on this host. Raises ValueError for a folder that is none."""
+    wrong = next((folder for folder in asked.folders if not folder.is_dir()), None)
+    if wrong is not None:
+        raise ValueError(f"{wrong} is no folder")
+    return found_files([SHM, *asked.folders])
 
 
 async def _run(config: KVCacheConfig, asked: argparse.Namespace) -> Answer:
@@ -233,10 +257,11 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         parser.add_argument("--hard", action="store_true", help="whatever else must go (default: a soft pin)")
 
 
-def _tokens(asked: argparse.Namespace) -> list[int]:
+def _tokens(words: Sequence[str]) -> list[int]:
     """Token ids from the command line, or standard input: JSON, or with spaces between. Raises ValueError."""
-    words: list[str] = asked.tokens
-    if words == ["-"]:
+    if [*words] == ["-"]:
+        if sys.stdin is None:
+            raise ValueError("standard input is closed: there are no tokens to read")
         text = sys.stdin.read(TOKENS_CHARS_MAX + 1)
         if len(text) > TOKENS_CHARS_MAX:
             raise ValueError(f"more than {TOKENS_CHARS_MAX} characters are no prompt")
@@ -247,8 +272,9 @@ def _tokens(asked: argparse.Namespace) -> list[int]:
     return [int(word) for word in words]
 
 
-def _checked(checked: Sequence[Checked]) -> Answer:
-    lines, faults = [], 0
+def _checked(checked: Sequence[Checked], *, whole: bool = False) -> Answer:
+    """`whole`: nothing may be left unchecked; else that is for other hosts."""
+    lines, faults = [] if checked else ["there is no segment to check"], 0
     for one in checked:
         lines.append(f"{one.segment}: {one.reason or f'{one.blocks} blocks, {len(one.faults)} of them wrong'}")
         lines += [f"  block {fault.name.hex()} in slot {fault.slot}: {fault.reason}" for fault in one.faults]
@@ -262,7 +288,8 @@ def _checked(checked: Sequence[Checked]) -> Answer:
         }
         for one in checked
     ]
-    return Answer({"segments": told, "faults": faults}, lines, wrong=faults > 0 or not checked)
+    wrong = faults > 0 or not checked or (whole and any(one.reason for one in checked))
+    return Answer({"segments": told, "faults": faults}, lines, wrong)
 
 
 def _counted(blocks: int, done: str) -> Answer:

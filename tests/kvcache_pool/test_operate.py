@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcache_pool import operate
 from kvcache_pool.api import Note
 from kvcache_pool.client import KVCachePool
 from kvcache_pool.operate import VERBS
@@ -29,7 +31,10 @@ class Operator:
 
     async def __call__(self, *arguments: str, says: str = "", **environ: str) -> tuple[int, str, str]:
         """Exit code, what it printed, and what it complained of."""
-        argv = [sys.executable, "-m", "deploy.cli", "kvcache", *arguments]
+        return await self.run(sys.executable, "-m", "deploy.cli", "kvcache", *arguments, says=says, **environ)
+
+    async def run(self, *argv: str, says: str = "", **environ: str) -> tuple[int, str, str]:
+        """The same of any command line."""
         pipe = subprocess.PIPE
         env = os.environ | {"DANGO_KVCACHE_CONDUCTOR": self._conductor} | environ
         process = await asyncio.create_subprocess_exec(
@@ -199,3 +204,46 @@ async def test_check_of_the_files_alone_needs_no_pool(dango: Operator, pool: Poo
     code, out, _ = await dango("check", "--offline", "--folder", str(tmp_path), **nowhere)
     assert code == 1
     assert f"  block {notes[0].name.hex()} in slot {notes[0].slot}" in out
+
+
+async def test_check_fails_for_what_is_no_segment_and_where_there_is_none(tmp_path: Path) -> None:
+    offline, nowhere = ("check", "--offline"), Operator("tcp://127.0.0.1:1")
+    code, out, err = await nowhere(*offline, "--folder", f"{tmp_path}/none")
+    assert (code, out, err) == (1, "", f"dango kvcache check: {tmp_path}/none is no folder\n")
+    (tmp_path / f"dango-{os.getuid()}-broken").write_bytes(b"no segment" * 1000)
+    code, out, err = await nowhere(*offline, "--folder", str(tmp_path))
+    assert (code, err) == (1, "")
+    assert "it is no segment of format" in out
+
+
+async def test_an_address_that_is_none_is_one_sentence() -> None:
+    for address in ("foo", "tcp://127.0.0.1", "http://127.0.0.1:8000"):
+        answer = await Operator(address)("stats")
+        assert answer == (1, "", f"dango kvcache stats: {address!r} is no address to connect to\n")
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "sentence"),
+    [
+        ("lookup - <&-", 1, "dango kvcache lookup: standard input is closed: there are no tokens to read\n"),
+        ("stats >/dev/full", 1, "the answer cannot be written: [Errno 28] No space left on device\n"),
+        ("stats >&-", 0, ""),
+    ],
+)
+async def test_a_terminal_that_is_closed_or_full_is_no_traceback(
+    dango: Operator, shell: str, code: int, sentence: str
+) -> None:
+    command = f"{sys.executable} -m deploy.cli kvcache {shell}"
+    done, out, err = await dango.run("bash", "-c", command)
+    assert (done, out) == (code, "")
+    assert err.endswith(sentence)
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_ends_the_wait_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def waits(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(operate, "_run", waits)
+    assert operate.main(["stats"]) == 130
