@@ -19,7 +19,7 @@ from kvcache_pool.events import Events
 from kvcache_pool.geometry import Geometry
 from kvcache_pool.index import Index
 from kvcache_pool.publisher import Publisher
-from kvcache_pool.segment import Segment, reclaim
+from kvcache_pool.segment import Segment, ownerless, reclaim
 from kvcache_pool.segment_service import SegmentService
 from kvcache_pool.service import DirectoryService
 from kvcache_pool.slots import Shares
@@ -136,8 +136,9 @@ async def _serve(
             await publisher.serve()
 
     async def tidy(_: str) -> None:
+        left = ownerless()  # who dies later may be about to come back
         await asyncio.sleep(RECLAIM_AFTER_S)
-        for path in reclaim():
+        for path in reclaim(only=left):
             log.warning("removed %s, whose owner is dead and has not come back", path)
 
     handlers = bytes_service.handlers() | (directory.handlers() if directory is not None else {})

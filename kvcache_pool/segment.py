@@ -33,7 +33,7 @@ import fcntl
 import mmap
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -248,14 +248,24 @@ def _check(note: Note) -> int:
     return xxhash.xxh3_64_intdigest(note.name + note.tenant.to_bytes(8, "little"), note.generation)
 
 
-def reclaim(folder: Path = SHM) -> list[Path]:
-    """Remove this user's segments whose owners are dead. Returns them."""
+def reclaim(folder: Path = SHM, only: Collection[Path] | None = None) -> list[Path]:
+    """Remove this user's segments whose owners are dead, or `only` those of them. Returns them."""
     removed = []
     for file, path in _ownerless(folder):
-        path.unlink()
+        if only is None or path in only:
+            path.unlink()
+            removed.append(path)
         os.close(file)
-        removed.append(path)
     return removed
+
+
+def ownerless(folder: Path = SHM) -> list[Path]:
+    """This user's segments whose owners are dead now."""
+    found = []
+    for file, path in _ownerless(folder):
+        os.close(file)
+        found.append(path)
+    return found
 
 
 def segment_files(folder: Path = SHM) -> list[Path]:
@@ -332,10 +342,11 @@ def _require_room(folder: Path, wanted: int) -> None:
     if _free(folder) < wanted and folder == SHM:
         reclaim(folder)  # at once; where there is room, what others left waits for their next life
     if (free := _free(folder)) < wanted:
-        raise OSError(
-            f"{folder} has {free} bytes free, and the segment needs {wanted}: "
-            f"give it less (size_bytes) or make {folder} larger (mount -o remount,size=... {folder})"
-        )
+        if folder == SHM:
+            remedy = f"give it less (size_bytes) or make {folder} larger (mount -o remount,size=... {folder})"
+        else:
+            remedy = "give it less (disk_bytes) or make room there"
+        raise OSError(f"{folder} has {free} bytes free, and the segment needs {wanted}: {remedy}")
 
 
 def _free(folder: Path) -> int:

@@ -13,7 +13,7 @@ import pytest
 
 from kvcache_pool.api import Corrupt, Note, Stale
 from kvcache_pool.geometry import PAGE_BYTES, Geometry
-from kvcache_pool.segment import Memory, Segment, checksum, reclaim, segment_files
+from kvcache_pool.segment import SHM, Memory, Segment, checksum, ownerless, reclaim, segment_files
 from protocol.blocks import BlockLayout
 from protocol.ids import Incarnation, SegmentId, TenantId
 from tests.kvcache_pool.builders import LAYOUT, a_segment, names, random_runs
@@ -368,3 +368,25 @@ def test_a_note_goes_with_its_block(segment: Segment) -> None:
 def test_a_note_of_no_slot_or_no_name_is_refused(segment: Segment, note: Note) -> None:
     with pytest.raises(ValueError, match="no note of a segment with 4 slots"):
         segment.note(note)
+
+
+def test_who_died_lately_is_left_to_its_next_life(tmp_path: Path) -> None:
+    owner = start(OWNER, str(tmp_path))
+    try:
+        assert owner.stdout is not None
+        left = Path(owner.stdout.readline().strip())
+        before = ownerless(tmp_path)
+        owner.send_signal(signal.SIGKILL)
+        owner.wait(10)
+        assert (before, reclaim(tmp_path, before), ownerless(tmp_path)) == ([], [], [left])
+        assert reclaim(tmp_path, [left]) == [left]
+        assert not left.exists()
+    finally:
+        owner.kill()
+        owner.communicate()
+
+
+def test_a_folder_that_is_too_small_is_told_with_the_setting_that_mends_it(tmp_path: Path) -> None:
+    for folder, setting in ((tmp_path, "disk_bytes"), (SHM, "size_bytes")):
+        with pytest.raises(OSError, match=f"{folder} has .* bytes free, and .* give it less .{setting}"):
+            Segment(SegmentId("kv-0"), Incarnation("huge"), Geometry(LAYOUT, 1 << 40), folder)
