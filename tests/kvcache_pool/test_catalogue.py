@@ -257,13 +257,14 @@ def test_a_catalogue_costs_what_its_notes_cost_and_not_what_the_segment_has() ->
 
 
 def test_slots_that_are_adopted_again_and_again_leave_nothing() -> None:
-    """As by a segment that lies: it brings the same catalogue whenever its blocks have gone."""
+    """As by a segment that lies: whenever its blocks have gone, it brings others that it says it had."""
     index, _ = an_old_index([])
-    notes = [a_note(slot, 5 + slot, slot) for slot in range(3)]
-    for _ in range(20):
+    for first in range(10, 70, 3):
+        notes = [a_note(slot, 5 + slot, first + slot) for slot in range(3)]
         assert index.adopt(KV, Incarnation("a"), notes) == 3
         index.check()
-        assert index.remove(names(0, 1, 2)) == 3
+        assert index.remove(names(first, first + 1, first + 2)) == 3
+        assert index.adopt(KV, Incarnation("a"), notes) == 0
         index.check()
     assert len(index.acquire(an_ask(names(7, 8, 9, 10)), 0.0).targets) == 4
     index.check()

@@ -33,6 +33,8 @@ def cluster(tiny: Path) -> Iterator[ByHand]:
 PROMPT = a_prompt(70, seed=1)
 CACHED = 64
 TOKENS = 30
+LONG = a_prompt(1003, seed=2)
+"""So long that any estimate has it fetched from a disk sooner than computed."""
 
 
 def used(cluster: ByHand) -> float:
@@ -116,8 +118,9 @@ def test_the_disk_tier_survives_what_memory_does_not(cluster: ByHand, tmp_path: 
     cluster.kill("kvcache-0")
     cluster.kvcache(*disk)
     cluster.until_up(prefill=1, decode=1, kvcache=1)
-    before = cluster.client.complete(PROMPT, TOKENS)
-    blocks = (len(PROMPT) + TOKENS - 1) // 16
+    kept = len(LONG) // 16 * 16
+    before = cluster.client.complete(LONG, TOKENS)
+    blocks = (len(LONG) + TOKENS - 1) // 16
     until(lambda: saved(cluster) == blocks, READY_S)
     time.sleep(4 * ANNOUNCE_EVERY_S)  # noted
     for name in [*cluster.programs]:
@@ -130,9 +133,9 @@ def test_the_disk_tier_survives_what_memory_does_not(cluster: ByHand, tmp_path: 
     until(lambda: saved(cluster) == blocks, READY_S)
     assert used(cluster) == 0
     for times_read in (1, 2, 3):
-        after = cluster.client.complete(PROMPT, TOKENS)
-        assert (cached(after), text_of(after)) == (CACHED, text_of(before)), times_read
-    until(lambda: used(cluster) >= CACHED / 16, READY_S)  # what is used twice is in memory again
+        after = cluster.client.complete(LONG, TOKENS)
+        assert (cached(after), text_of(after)) == (kept, text_of(before)), times_read
+    until(lambda: used(cluster) >= kept / 16, READY_S)  # what is used twice is in memory again
     assert used(cluster) <= blocks
 
 
